@@ -1,0 +1,1 @@
+"""Lossless speculative decoding in JAX and Pallas."""

@@ -1,0 +1,184 @@
+"""The target: a llama, qwen2 or qwen3 decoder as pure functions of its parameters."""
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from graft_jax.config import ModelConfig
+from graft_jax.models import rope
+from graft_jax.models.cache import Block, KVCache
+from graft_jax.models.layers import attend, is_transposed, linear, rms_norm
+from graft_jax.types import Array, Bool, Float, Int
+
+
+@flax.struct.dataclass
+class LayerParams:
+    """Weights of one decoder layer; linear ones as `layers.linear` wants them, biases None if absent."""
+
+    attn_norm: Float[Array, "M"]
+    q: Float[Array, "..."]  # M -> H*E
+    k: Float[Array, "..."]  # M -> K*E
+    v: Float[Array, "..."]  # M -> K*E
+    o: Float[Array, "..."]  # H*E -> M
+    mlp_norm: Float[Array, "M"]
+    gate: Float[Array, "..."]  # M -> F
+    up: Float[Array, "..."]  # M -> F
+    down: Float[Array, "..."]  # F -> M
+    q_bias: Float[Array, "HE"] | None = None
+    k_bias: Float[Array, "KE"] | None = None
+    v_bias: Float[Array, "KE"] | None = None
+    o_bias: Float[Array, "M"] | None = None
+    q_norm: Float[Array, "E"] | None = None
+    k_norm: Float[Array, "E"] | None = None
+    gate_bias: Float[Array, "F"] | None = None
+    up_bias: Float[Array, "F"] | None = None
+    down_bias: Float[Array, "M"] | None = None
+
+
+@flax.struct.dataclass
+class TargetParams:
+    """Weights of the whole model. `head` is None when the embedding serves as the head."""
+
+    embed: Float[Array, "V M"]
+    layers: tuple[LayerParams, ...]
+    norm: Float[Array, "M"]
+    head: Float[Array, "..."] | None = None  # M -> V
+
+    @property
+    def dtype(self):
+        return self.embed.dtype
+
+
+@flax.struct.dataclass
+class Output:
+    """What a forward pass leaves: `hidden` after the last norm, the tapped residuals, the new block."""
+
+    hidden: Float[Array, "B T M"]
+    taps: tuple[Float[Array, "B T M"], ...]
+    block: Block
+
+
+def abstract_params(config: ModelConfig, dtype) -> TargetParams:
+    """The parameter tree as `jax.ShapeDtypeStruct`s: for compiling, loading and checking without weights."""
+    dtype = jnp.dtype(dtype)
+    M, F, E = config.hidden_size, config.intermediate_size, config.head_dim
+    H, K, V = config.num_heads, config.num_kv_heads, config.vocab_size
+
+    def array(*shape):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    def matrix(rows_in: int, rows_out: int):
+        return array(rows_in, rows_out) if is_transposed(dtype) else array(rows_out, rows_in)
+
+    def when(condition: bool, *shape):
+        return array(*shape) if condition else None
+
+    layer = LayerParams(
+        attn_norm=array(M), q=matrix(M, H * E), k=matrix(M, K * E), v=matrix(M, K * E), o=matrix(H * E, M),
+        mlp_norm=array(M), gate=matrix(M, F), up=matrix(M, F), down=matrix(F, M),
+        q_bias=when(config.qkv_bias, H * E), k_bias=when(config.qkv_bias, K * E),
+        v_bias=when(config.qkv_bias, K * E), o_bias=when(config.o_bias, M),
+        q_norm=when(config.qk_norm, E), k_norm=when(config.qk_norm, E),
+        gate_bias=when(config.mlp_bias, F), up_bias=when(config.mlp_bias, F),
+        down_bias=when(config.mlp_bias, M),
+    )  # fmt: skip
+    return TargetParams(
+        embed=array(V, M),
+        layers=(layer,) * config.num_layers,
+        norm=array(M),
+        head=None if config.tie_embeddings else matrix(M, V),
+    )
+
+
+def init_params(config: ModelConfig, key: Array, dtype, std: float = 0.02) -> TargetParams:
+    """Random weights: normal with `std`, norms one. For tests and for training from scratch."""
+    leaves, tree = jax.tree.flatten_with_path(abstract_params(config, dtype))
+    keys = jax.random.split(key, len(leaves))
+
+    def leaf(path, shape, key):
+        if path[-1].name.endswith("norm"):
+            return jnp.ones(shape.shape, shape.dtype)
+        return (std * jax.random.normal(key, shape.shape, jnp.float32)).astype(shape.dtype)
+
+    return jax.tree.unflatten(tree, [leaf(path, shape, k) for (path, shape), k in zip(leaves, keys)])
+
+
+def forward(
+    config: ModelConfig,
+    params: TargetParams,
+    tokens: Int[Array, "B T"],
+    positions: Int[Array, "B T"],
+    mask: Bool[Array, "B T T"],
+    cache: KVCache,
+    cached: Int[Array, "B"],
+    taps: tuple[int, ...] = (),
+    windows: tuple[int, ...] = (),
+) -> Output:
+    """Runs T rows against the committed cache and one another.
+
+    Args:
+        tokens: ids; must lie inside the vocabulary.
+        positions: absolute positions (a tree row's is the cached length plus its depth).
+        mask: which rows of the block each row sees; every row must see itself.
+        cache: committed keys and values.
+        cached: how many cache rows count, by batch row.
+        taps: layer numbers; tap i is the residual stream before layer i, `num_layers` the one after the
+            last layer; never normed.
+        windows: see `layers.attend`.
+
+    Returns:
+        The rows' final hidden states, taps in the order asked, and keys and values to commit.
+    """
+    B, T = tokens.shape
+    if B * T == 1 and params.dtype == jnp.bfloat16:
+        # A bfloat16 matrix product with one row is ten times slower than with two on a CPU.
+        pair = forward(
+            config, params, jnp.repeat(tokens, 2, 1), jnp.repeat(positions, 2, 1),
+            jnp.eye(2, dtype=bool)[None], cache, cached, taps, windows,
+        )  # fmt: skip
+        return jax.tree.map(lambda x: x[:, :1], pair)
+
+    H, K, E = config.num_heads, config.num_kv_heads, config.head_dim
+    eps, dtype = config.rms_norm_eps, params.dtype
+    x = params.embed[tokens].astype(jnp.float32)
+    cos, sin = rope.rotation(config.rope, E, positions)
+    tapped: dict[int, Array] = {}
+    keys, values = [], []
+    for i, layer in enumerate(params.layers):
+        if i in taps:
+            tapped[i] = x
+        y = rms_norm(x, layer.attn_norm, eps)
+        q = linear(y, layer.q, layer.q_bias).reshape(B, T, H, E)
+        k = linear(y, layer.k, layer.k_bias).reshape(B, T, K, E)
+        v = linear(y, layer.v, layer.v_bias).reshape(B, T, K, E).astype(dtype)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q, k = rms_norm(q, layer.q_norm, eps), rms_norm(k, layer.k_norm, eps)
+        q, k = rope.rotate(q, cos, sin), rope.rotate(k, cos, sin).astype(dtype)
+        attended = attend(q, cache.keys[i], cache.values[i], cached, k, v, mask, windows)
+        x = x + linear(attended, layer.o, layer.o_bias)
+        y = rms_norm(x, layer.mlp_norm, eps)
+        y = jax.nn.silu(linear(y, layer.gate, layer.gate_bias)) * linear(y, layer.up, layer.up_bias)
+        x = x + linear(y, layer.down, layer.down_bias)
+        keys.append(k)
+        values.append(v)
+    if len(params.layers) in taps:
+        tapped[len(params.layers)] = x
+    return Output(
+        hidden=rms_norm(x, params.norm, eps),
+        taps=tuple(tapped[i] for i in taps),
+        block=Block(keys=tuple(keys), values=tuple(values)),
+    )
+
+
+def logits(config: ModelConfig, params: TargetParams, hidden: Float[Array, "B T M"]) -> Float[Array, "B T V"]:
+    """Next-token logits, float32. Ids that no token has (padding rows of the embedding) get -inf."""
+    if params.head is not None:
+        out = linear(hidden, params.head)
+    else:
+        out = jax.lax.dot_general(
+            hidden.astype(params.dtype), params.embed, (((2,), (1,)), ((), ())),
+            precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32,
+        )  # fmt: skip
+    if config.num_tokens < config.vocab_size:
+        out = jnp.where(jnp.arange(config.vocab_size) < config.num_tokens, out, -jnp.inf)
+    return out
