@@ -141,26 +141,29 @@ class ModelConfig:
                 raise ValueError(f"eos_token_id {token} is outside the vocabulary of {self.vocab_size}")
 
     @classmethod
-    def from_hf(cls, config: Mapping[str, Any], *, strict: bool = False) -> "ModelConfig":
+    def from_hf(
+        cls, config: Mapping[str, Any], *, strict: bool = False, where: str = "config.json"
+    ) -> "ModelConfig":
         """Reads a Hugging Face `config.json`.
 
         Args:
             config: the parsed JSON object.
             strict: unknown keys are an error instead of a warning.
+            where: the file, for messages.
 
         Raises:
             ValueError: a key is missing, has a wrong type, or asks for something unsupported.
         """
-        reader = _Reader(config)
+        reader = Reader(config, where)
         family = reader.take("model_type", str)
         if family not in FAMILIES:
-            raise ValueError(f"config.json: model_type {family!r} is not supported; use one of {FAMILIES}")
+            raise ValueError(f"{where}: model_type {family!r} is not supported; use one of {FAMILIES}")
         hidden = reader.take("hidden_size", int)
         heads = reader.take("num_attention_heads", int)
         max_position = reader.take("max_position_embeddings", int, 2048)
         activation = reader.take("hidden_act", str, "silu")
         if activation not in ("silu", "swish"):
-            raise ValueError(f"config.json: hidden_act {activation!r} is not supported; only 'silu' is")
+            raise ValueError(f"{where}: hidden_act {activation!r} is not supported; only 'silu' is")
         attention_bias = reader.take("attention_bias", bool, family == "qwen2")
         sliding_window = reader.take("sliding_window", (int, type(None)), None)
         # Only the qwen families carry a switch; a llama config with a window means it.
@@ -168,14 +171,14 @@ class ModelConfig:
         layer_types = reader.take("layer_types", (list, type(None)), None) or []
         if windowed or any(kind != "full_attention" for kind in layer_types):
             raise ValueError(
-                f"config.json: sliding_window={sliding_window} is in use and not supported; "
+                f"{where}: sliding_window={sliding_window} is in use and not supported; "
                 "only full attention is"
             )
         eos = reader.take("eos_token_id", (int, list, type(None)), None)
         for key, allowed in _OFF_VALUES.items():
             value = reader.take(key, object, None)
             if value not in allowed:
-                raise ValueError(f"config.json: {key}={value!r} is not supported")
+                raise ValueError(f"{where}: {key}={value!r} is not supported")
         model = cls(
             model_type=family,
             vocab_size=reader.take("vocab_size", int),
@@ -225,7 +228,7 @@ class ModelConfig:
         }
 
 
-class _Reader:
+class Reader:
     """Takes keys out of a config with type checks, and knows which were left."""
 
     def __init__(self, config: Mapping[str, Any], where: str = "config.json"):
@@ -255,13 +258,13 @@ class _Reader:
             warnings.warn(f"{self.where}: unknown keys {unknown} are ignored", stacklevel=4)
 
 
-def _read_rope(reader: _Reader, max_position: int) -> RopeConfig:
+def _read_rope(reader: Reader, max_position: int) -> RopeConfig:
     """Reads rope from `rope_theta` + `rope_scaling`, or from transformers 5's `rope_parameters`."""
     theta = reader.take("rope_theta", (int, float), None)
     old = reader.take("rope_scaling", (dict, type(None)), None)
     new = reader.take("rope_parameters", (dict, type(None)), None)
-    where = "config.json: " + ("rope_parameters" if new else "rope_scaling")
-    inner = _Reader(new or old or {}, where)
+    where = f"{reader.where}: " + ("rope_parameters" if new else "rope_scaling")
+    inner = Reader(new or old or {}, where)
     kinds = [inner.take(key, str, None) for key in ("rope_type", "type")]
     kind = next((kind for kind in kinds if kind), "default")
     if kind not in ROPE_KINDS:

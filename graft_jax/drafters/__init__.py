@@ -1,0 +1,1 @@
+"""Drafters: what proposes trees. Each is a frozen dataclass of settings over pure functions."""

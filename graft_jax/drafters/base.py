@@ -1,0 +1,113 @@
+"""The contract of a drafter."""
+
+from typing import Any, Protocol
+
+import flax.struct
+
+from graft_jax.tree.structure import DraftTree
+from graft_jax.types import Array, Bool, Float, Int
+from graft_jax.verify import Verdict
+
+DraftState = Any  # a pytree that only its drafter understands
+Memory = Any  # the part of it that outlives a generation; None where there is none
+
+
+@flax.struct.dataclass
+class Params:
+    """Target and drafter weights together, for drafters share the target's embedding and head."""
+
+    target: Any
+    drafter: Any = None
+
+
+@flax.struct.dataclass
+class Draft:
+    """A proposal.
+
+    Attributes:
+        tree: of capacity K + 1, nodes in order of priority.
+        stage: which of the drafter's stages each row ended in; 0 where there is one.
+        confidence: what the gates saw at each depth; NaN where nothing was drafted.
+        forwards: drafter forward passes that the row needed.
+    """
+
+    tree: DraftTree
+    stage: Int[Array, "B"]
+    confidence: Float[Array, "B D"]
+    forwards: Int[Array, "B"]
+
+
+class Drafter(Protocol):
+    """Proposes trees. A frozen, hashable dataclass of settings, so that it is static under jit.
+
+    All methods are pure and batched; rows that are not active must leave state and memory as they were.
+    """
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Target layers whose residual streams it wants (see `transformer.forward`)."""
+        ...
+
+    @property
+    def wants_logits(self) -> bool:
+        """Whether prefill must hand over the logits of every prompt row."""
+        ...
+
+    @property
+    def capacity(self) -> int:
+        """K, the most nodes a tree holds beside its root."""
+        ...
+
+    @property
+    def max_depth(self) -> int:
+        """D, the depth of the deepest tree."""
+        ...
+
+    def init(self, params: Params, batch: int, max_length: int, memory: Memory) -> DraftState:
+        """The state before a prompt. `memory` is what an earlier generation left, or None."""
+        ...
+
+    def memory(self, state: DraftState) -> Memory:
+        """What should outlive this generation."""
+        ...
+
+    def prefill(
+        self,
+        params: Params,
+        state: DraftState,
+        tokens: Int[Array, "B T"],
+        next_tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        valid: Bool[Array, "B T"],
+        taps: tuple[Float[Array, "B T M"], ...],
+        logits: Float[Array, "B T V"] | None,
+    ) -> DraftState:
+        """Sees a chunk of the prompt. The valid rows of a batch row are a prefix of the chunk.
+
+        `next_tokens` reaches across the chunk's edge; the prompt's last row has none yet (0): the root
+        that follows it is handed to the first `draft`.
+        """
+        ...
+
+    def draft(
+        self,
+        params: Params,
+        state: DraftState,
+        root: Int[Array, "B"],
+        length: Int[Array, "B"],
+        active: Bool[Array, "B"],
+    ) -> tuple[Draft, DraftState]:
+        """Proposes a tree under `root`, the token at position `length`."""
+        ...
+
+    def observe(
+        self,
+        params: Params,
+        state: DraftState,
+        tree: DraftTree,
+        verdict: Verdict,
+        taps: tuple[Float[Array, "B N M"], ...],
+        logits: Float[Array, "B N V"],
+    ) -> DraftState:
+        """Learns what the target said of the tree. Rows of invalid nodes hold anything."""
+        ...

@@ -1,0 +1,1 @@
+"""Retrieval: successor tables on the device, and templates filled from them."""

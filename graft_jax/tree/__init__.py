@@ -1,0 +1,1 @@
+"""Draft trees: fixed-capacity arrays, and the ways to build them."""

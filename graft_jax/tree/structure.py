@@ -1,0 +1,90 @@
+"""The draft tree: one frozen dataclass of `[B, N]` arrays, and what follows from its parents."""
+
+from typing import ClassVar
+
+import flax.struct
+import jax.numpy as jnp
+
+from graft_jax.types import Array, Bool, Float, Int
+
+# Where a node came from; acceptance is reported by source.
+ROOT, DRAFTED, RETRIEVED = 0, 1, 2
+NUM_SOURCES = 3
+
+
+@flax.struct.dataclass
+class DraftTree:
+    """A batch of token trees of capacity N.
+
+    Node 0 is the root, the last committed token, and is always valid. Nodes stand in order of priority:
+    every prefix of the valid nodes is itself a tree, so a smaller budget is a shorter prefix.
+
+    Attributes:
+        tokens: token ids; those of invalid nodes are inside the vocabulary and mean nothing.
+        parents: index of the parent, `parents[i] < i`; the root's is `NO_PARENT`.
+        depth: root 0.
+        score: cumulative draft log-probability of the path; -inf for RETRIEVED nodes.
+        source: ROOT, DRAFTED or RETRIEVED.
+        valid: closed under parents.
+    """
+
+    tokens: Int[Array, "B N"]
+    parents: Int[Array, "B N"]
+    depth: Int[Array, "B N"]
+    score: Float[Array, "B N"]
+    source: Int[Array, "B N"]
+    valid: Bool[Array, "B N"]
+
+    NO_PARENT: ClassVar[int] = -1
+
+    @property
+    def batch(self) -> int:
+        return self.tokens.shape[0]
+
+    @property
+    def capacity(self) -> int:
+        """N, the root included."""
+        return self.tokens.shape[1]
+
+
+def root_only(root: Int[Array, "B"]) -> DraftTree:
+    """The tree that is only its root: plain decoding."""
+    column = root[:, None].astype(jnp.int32)
+    return DraftTree(
+        tokens=column,
+        parents=jnp.full_like(column, DraftTree.NO_PARENT),
+        depth=jnp.zeros_like(column),
+        score=jnp.zeros(column.shape, jnp.float32),
+        source=jnp.full_like(column, ROOT),
+        valid=jnp.ones(column.shape, bool),
+    )
+
+
+def truncate(tree: DraftTree, budget: Int[Array, "B"]) -> DraftTree:
+    """Keeps the root and the first `budget` other nodes of each row: a mask, no new shape."""
+    keep = jnp.arange(tree.capacity)[None, :] <= budget[:, None]
+    return tree.replace(valid=tree.valid & keep)
+
+
+def ancestor_mask(parents: Int[Array, "B N"], max_depth: int) -> Bool[Array, "B N N"]:
+    """`mask[b, i, j]`: j is i or an ancestor of i.
+
+    For parents [-1, 0, 0, 1] (node 3 under node 1):
+
+        1 . . .
+        1 1 . .
+        1 . 1 .
+        1 1 . 1
+
+    Args:
+        parents: -1 for the root.
+        max_depth: no node lies deeper.
+    """
+    N = parents.shape[1]
+    step = (parents[:, :, None] == jnp.arange(N)[None, None, :]).astype(jnp.float32)
+    mask = step + jnp.eye(N, dtype=jnp.float32)[None]  # ancestors at distance 0 and 1
+    reach = 1
+    while reach < max_depth:  # doubling: paths of twice the length in one small product
+        mask = jnp.minimum(jnp.einsum("bij,bjk->bik", mask, mask), 1.0)
+        reach *= 2
+    return mask > 0.5
