@@ -13,18 +13,32 @@ import jinja2.sandbox
 
 # Templates by name, for checkpoints that carry none.
 NAMED_TEMPLATES = {
-    # FastChat's vicuna_v1.1: one line, turns closed by the end token.
-    "vicuna": (
-        "{% if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] %}"
-        "{% set turns = messages[1:] %}{% else %}{% set system = 'A chat between a curious user and an artificial "
-        "intelligence assistant. The assistant gives helpful, detailed, and polite answers to the user\\'s "
-        "questions.' %}{% set turns = messages %}{% endif %}{{ bos_token + system }}"
-        "{% for message in turns %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
-        "{{ raise_exception('user and assistant must take turns') }}{% endif %}"
-        "{% if message['role'] == 'user' %}{{ ' USER: ' + message['content'] }}"
-        "{% else %}{{ ' ASSISTANT: ' + message['content'] + eos_token }}{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}{{ ' ASSISTANT:' }}{% endif %}"
-    ),
+    # FastChat's vicuna_v1.1: a space after the system text and after each user turn, the end token after
+    # each assistant turn.
+    "vicuna": """\
+{%- if messages[0]['role'] == 'system' -%}
+  {%- set system = messages[0]['content'] -%}
+  {%- set turns = messages[1:] -%}
+{%- else -%}
+  {%- set system = "A chat between a curious user and an artificial intelligence assistant. \
+The assistant gives helpful, detailed, and polite answers to the user's questions." -%}
+  {%- set turns = messages -%}
+{%- endif -%}
+{{- bos_token + system + ' ' -}}
+{%- for message in turns -%}
+  {%- if message['role'] != ('user' if loop.index0 % 2 == 0 else 'assistant') -%}
+    {{- raise_exception('user and assistant must take turns, the user first') -}}
+  {%- endif -%}
+  {%- if message['role'] == 'user' -%}
+    {{- 'USER: ' + message['content'] + ' ' -}}
+  {%- else -%}
+    {{- 'ASSISTANT: ' + message['content'] + eos_token -}}
+  {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+  {{- 'ASSISTANT:' -}}
+{%- endif -%}
+""",
 }
 
 
@@ -40,9 +54,9 @@ class ChatTemplate:
     """
 
     def __init__(self, text: str, where: str):
-        self.text, self.where = NAMED_TEMPLATES.get(text, text), where
+        self.where = where
         try:
-            self._template = _environment().from_string(self.text)
+            self._template = _environment().from_string(NAMED_TEMPLATES.get(text, text))
         except jinja2.TemplateError as error:
             raise ValueError(f"{where}: the chat template is broken: {error}") from None
 

@@ -5,6 +5,7 @@ any other key warns once, or is an error when `strict`.
 """
 
 import dataclasses
+import math
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -41,6 +42,7 @@ _OFF_VALUES: dict[str, tuple[Any, ...]] = {
     "num_experts": (0, None),
     "num_local_experts": (0, None),
     "rope_interleaved": (False, None),
+    "use_mrope": (False, None),
 }
 
 
@@ -76,14 +78,23 @@ class RopeConfig:
     def __post_init__(self):
         if self.kind not in ROPE_KINDS:
             raise ValueError(f"rope_type {self.kind!r} is not supported; use one of {ROPE_KINDS}")
-        if not self.theta > 0:
-            raise ValueError(f"rope_theta={self.theta!r} must be a number above 0")
+        if not self.theta > 1:
+            raise ValueError(f"rope_theta={self.theta!r} must be a number above 1")
         if self.kind != "default" and not self.factor > 0:
             raise ValueError(f"rope factor={self.factor!r} must be a number above 0")
         if self.kind in ("llama3", "yarn") and self.original_max_position <= 0:
             raise ValueError(
                 f"rope_type {self.kind!r} needs original_max_position_embeddings above 0, "
                 f"got {self.original_max_position!r}"
+            )
+        if self.kind == "llama3" and not self.high_freq_factor > self.low_freq_factor:
+            raise ValueError(
+                f"rope high_freq_factor={self.high_freq_factor!r} must be above "
+                f"low_freq_factor={self.low_freq_factor!r}"
+            )
+        if self.kind == "yarn" and not min(self.beta_fast, self.beta_slow) > 0:
+            raise ValueError(
+                f"rope beta_fast={self.beta_fast!r} and beta_slow={self.beta_slow!r} must be above 0"
             )
 
 
@@ -128,6 +139,8 @@ class ModelConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
+        if not 0 <= self.rms_norm_eps < 1:
+            raise ValueError(f"{self.rms_norm_eps=} must be a number from 0 to 1")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"{self.num_heads=} must be divisible by {self.num_kv_heads=}")
         if self.head_dim % 2:
@@ -175,11 +188,14 @@ class ModelConfig:
                 "only full attention is"
             )
         eos = reader.take("eos_token_id", (int, list, type(None)), None)
+        eos = [eos] if isinstance(eos, int) else eos or []
+        if not all(isinstance(token, int) and not isinstance(token, bool) for token in eos):
+            raise ValueError(f"{where}: eos_token_id={eos!r} must be a whole number or a list of them")
         for key, allowed in _OFF_VALUES.items():
             value = reader.take(key, object, None)
             if value not in allowed:
                 raise ValueError(f"{where}: {key}={value!r} is not supported")
-        model = cls(
+        settings: dict[str, Any] = dict(
             model_type=family,
             vocab_size=reader.take("vocab_size", int),
             hidden_size=hidden,
@@ -189,7 +205,7 @@ class ModelConfig:
             num_kv_heads=reader.take("num_key_value_heads", (int, type(None)), None) or heads,
             head_dim=reader.take("head_dim", (int, type(None)), None)
             or (128 if family == "qwen3" else hidden // max(heads, 1)),
-            rms_norm_eps=float(reader.take("rms_norm_eps", (int, float), 1e-6)),
+            rms_norm_eps=reader.number("rms_norm_eps", 1e-6),
             max_position=max_position,
             rope=_read_rope(reader, max_position),
             tie_embeddings=reader.take("tie_word_embeddings", bool, False),
@@ -197,15 +213,22 @@ class ModelConfig:
             qkv_bias=attention_bias,
             o_bias=attention_bias and family != "qwen2",
             mlp_bias=reader.take("mlp_bias", bool, False),
-            eos_token_ids=tuple(dict.fromkeys([eos] if isinstance(eos, int) else eos or ())),
+            eos_token_ids=tuple(dict.fromkeys(eos)),
         )
         reader.finish(strict)
-        return model
+        try:
+            return cls(**settings)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
 
     def to_hf(self) -> dict[str, Any]:
         """The Hugging Face `config.json` object of this model."""
         scaling = _rope_to_hf(self.rope)
-        architectures = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+        architectures = {
+            "llama": "LlamaForCausalLM",
+            "qwen2": "Qwen2ForCausalLM",
+            "qwen3": "Qwen3ForCausalLM",
+        }
         return {
             "architectures": [architectures[self.model_type]],
             "model_type": self.model_type,
@@ -229,7 +252,10 @@ class ModelConfig:
 
 
 class Reader:
-    """Takes keys out of a config with type checks, and knows which were left."""
+    """Takes keys out of a config with type checks, and knows which were left.
+
+    null counts as absent where a key has a default.
+    """
 
     def __init__(self, config: Mapping[str, Any], where: str = "config.json"):
         self.config, self.where, self.taken = config, where, set()
@@ -250,6 +276,19 @@ class Reader:
             raise ValueError(f"{self.where}: {key}={value!r} must be {names}")
         return value
 
+    def number(self, key: str, *default: Any) -> Any:
+        """A finite number as float."""
+        value = self.take(key, (int, float), *default)
+        if value is None:
+            return None
+        try:
+            found = float(value)
+        except OverflowError:
+            found = math.inf
+        if not math.isfinite(found):
+            raise ValueError(f"{self.where}: {key}={value!r} must be a finite number")
+        return found
+
     def finish(self, strict: bool) -> None:
         unknown = sorted(set(self.config) - self.taken - _INERT)
         if unknown and strict:
@@ -260,42 +299,55 @@ class Reader:
 
 def _read_rope(reader: Reader, max_position: int) -> RopeConfig:
     """Reads rope from `rope_theta` + `rope_scaling`, or from transformers 5's `rope_parameters`."""
-    theta = reader.take("rope_theta", (int, float), None)
+    theta = reader.number("rope_theta", None)
     old = reader.take("rope_scaling", (dict, type(None)), None)
     new = reader.take("rope_parameters", (dict, type(None)), None)
+    if old and new and old != new:
+        raise ValueError(f"{reader.where}: rope_scaling={old!r} and rope_parameters={new!r} differ")
     where = f"{reader.where}: " + ("rope_parameters" if new else "rope_scaling")
     inner = Reader(new or old or {}, where)
     kinds = [inner.take(key, str, None) for key in ("rope_type", "type")]
     kind = next((kind for kind in kinds if kind), "default")
     if kind not in ROPE_KINDS:
         raise ValueError(f"{where}: rope_type {kind!r} is not supported; use one of {ROPE_KINDS}")
-    number = (int, float)
-    inner_theta = inner.take("rope_theta", number, None)
-    base = inner_theta if inner_theta is not None else theta
-    original = inner.take("original_max_position_embeddings", int, None)
-    original = original or reader.take("original_max_position_embeddings", int, None)
-    partial = inner.take("partial_rotary_factor", number, 1)
-    if partial != 1:
-        raise ValueError(f"{where}: partial_rotary_factor={partial!r} is not supported")
-    factor = inner.take("factor", number, None)
-    if kind != "default" and factor is None:
-        raise ValueError(f"{where}: rope_type {kind!r} needs a factor")
-    optional = {
-        key: inner.take(key, number, None)
-        for key in ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow",
+    if inner.number("partial_rotary_factor", 1.0) != 1:
+        raise ValueError(
+            f"{where}: partial_rotary_factor={inner.config['partial_rotary_factor']!r} is not supported"
+        )
+    numbers = {
+        key: inner.number(key, None)
+        for key in ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow",
                     "attention_factor", "mscale", "mscale_all_dim")
     }  # fmt: skip
+    needed = {"default": (), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}.get(
+        kind, ("factor",)
+    )
+    for key in needed:
+        if numbers[key] is None:
+            raise ValueError(f"{where}: rope_type {kind!r} needs {key}")
+    length = "original_max_position_embeddings"
+    original = _only_one(inner, reader, length, inner.take(length, int, None), reader.take(length, int, None))
+    base = _only_one(inner, reader, "rope_theta", inner.number("rope_theta", None), theta)
     truncate = inner.take("truncate", bool, True)
     inner.taken.add("finetuned")  # inert: says only how the weights came about
     inner.finish(strict=True)
-    return RopeConfig(
-        kind=kind,
-        theta=float(10000.0 if base is None else base),
-        factor=float(factor or 1.0),
-        original_max_position=original or (max_position if kind in ("llama3", "yarn") else 0),
-        truncate=truncate,
-        **{key: float(value) for key, value in optional.items() if value is not None},
-    )
+    try:
+        return RopeConfig(
+            kind=kind,
+            theta=10000.0 if base is None else base,
+            original_max_position=original or (max_position if kind in ("llama3", "yarn") else 0),
+            truncate=truncate,
+            **{key: value for key, value in numbers.items() if value is not None},
+        )
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+def _only_one(inner: Reader, outer: Reader, key: str, first: Any, second: Any) -> Any:
+    """Of a key that may stand in two places: the value, if they do not contradict each other."""
+    if first is not None and second is not None and first != second:
+        raise ValueError(f"{inner.where}: {key}={first!r} contradicts {key}={second!r} in {outer.where}")
+    return first if first is not None else second
 
 
 def _rope_to_hf(rope: RopeConfig) -> dict[str, Any] | None:

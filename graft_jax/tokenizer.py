@@ -9,7 +9,7 @@ from typing import Any
 import tokenizers
 
 from graft_jax.chat import NAMED_TEMPLATES, ChatTemplate
-from graft_jax.io import tokenizer_build
+from graft_jax.io import sentencepiece, tokenizer_build
 from graft_jax.io.safetensors import parse_json
 
 # Tokens that end a turn or a text in some chat format; a tokenizer that has one stops at it.
@@ -41,7 +41,9 @@ class Tokenizer:
         ends = [special["eos_token"]] if "eos_token" in special else []
         added = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
         ends += [token for token in END_TOKENS if token in added]
-        self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys(vocabulary[end] for end in ends if end in vocabulary))
+        self.stop_ids: tuple[int, ...] = tuple(
+            dict.fromkeys(vocabulary[end] for end in ends if end in vocabulary)
+        )
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any], where: str) -> "Tokenizer | None":
@@ -55,7 +57,9 @@ class Tokenizer:
         backend, special = tokenizer_build.from_gguf(metadata, where)
         template = metadata.get("tokenizer.chat_template")
         if not isinstance(template, str | None):
-            raise ValueError(f"{where}: tokenizer.chat_template must be a text, got a {type(template).__name__}")
+            raise ValueError(
+                f"{where}: tokenizer.chat_template must be a text, got a {type(template).__name__}"
+            )
         return cls(backend, special, template, where)
 
     @classmethod
@@ -79,7 +83,7 @@ class Tokenizer:
             except Exception as error:  # the library raises plain Exception
                 raise ValueError(f"{source}: is no valid tokenizer: {_first_line(error)}") from None
         elif pieces.is_file():
-            backend, found = tokenizer_build.from_sentencepiece(pieces, settings)
+            backend, found = sentencepiece.open_file(pieces, settings)
             special = found | special
         else:
             return None
@@ -110,7 +114,8 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise ValueError(
-                f"text holds the lone surrogate {text[error.start]!r} at position {error.start}, which is no character"
+                f"text holds the lone surrogate {text[error.start]!r} at position {error.start}, which is no "
+                "character"
             ) from None
         return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
@@ -144,13 +149,16 @@ class Tokenizer:
         """The text that `apply_chat_template` encodes."""
         if self._source is None:
             raise ValueError(
-                f"{self.where}: the checkpoint has no chat template; give a plain text as prompt, or name a template "
-                f"({', '.join(NAMED_TEMPLATES)})"
+                f"{self.where}: the checkpoint has no chat template; give a plain text as prompt, or name a "
+                f"template ({', '.join(NAMED_TEMPLATES)})"
             )
         if self._template is None:
             self._template = ChatTemplate(self._source, self.where)
         return self._template.render(
-            messages, add_generation_prompt=add_generation_prompt, **({"bos_token": ""} | self.special), **template_args
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            **({"bos_token": ""} | self.special),
+            **template_args,
         )
 
     def stream(self, skip_special_tokens: bool = True) -> "TextStream":
@@ -210,7 +218,9 @@ def _folder_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
         template = named.get("default")
     if not isinstance(template, str | None):
-        raise ValueError(f"{folder / 'tokenizer_config.json'}: chat_template must be a text or a list of named ones")
+        raise ValueError(
+            f"{folder / 'tokenizer_config.json'}: chat_template must be a text or a list of named ones"
+        )
     return template
 
 

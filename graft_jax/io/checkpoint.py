@@ -38,7 +38,8 @@ class Checkpoint:
     def ledger(self) -> list[tuple[str, str, tuple[int, ...], str]]:
         """Rows of (tensor, stored type, stored shape, parameter), for people."""
         return [
-            (tensor.name, tensor.kind, tensor.shape, ".".join(map(str, slot.path))) for slot, tensor in self.pairs
+            (tensor.name, tensor.kind, tensor.shape, ".".join(map(str, slot.path)))
+            for slot, tensor in self.pairs
         ]
 
     def load(self, dtype: Any, sharding: Any = None) -> TargetParams:
@@ -85,7 +86,9 @@ def open_checkpoint(model: str | Path, *, strict_config: bool = False) -> Checkp
     if path.is_dir():
         return _open_folder(path, strict_config)
     if path.suffix != ".gguf":
-        raise ValueError(f"model={str(path)!r}: a file must end in .gguf; other models are folders with config.json")
+        raise ValueError(
+            f"model={str(path)!r}: a file must end in .gguf; other models are folders with config.json"
+        )
     file = gguf.open_file(path)
     config = gguf_config.read_config(file, strict=strict_config)
     pairs = weights.match(config, file.tensors, "gguf", str(path))
@@ -122,8 +125,8 @@ def _folder_tensors(folder: Path) -> dict[str, SourceTensor]:
     if index.is_file():
         return torch_bin.open_files([folder / file for file in safetensors.shards(folder, index)])
     raise ValueError(
-        f"{folder}: has no weights; looked for model.safetensors, model.safetensors.index.json, pytorch_model.bin "
-        "and pytorch_model.bin.index.json"
+        f"{folder}: has no weights; looked for model.safetensors, model.safetensors.index.json, "
+        "pytorch_model.bin and pytorch_model.bin.index.json"
     )
 
 
@@ -189,5 +192,3 @@ def save_hf(
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-
-

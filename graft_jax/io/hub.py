@@ -35,8 +35,8 @@ def resolve(model: str | Path) -> Path:
     near = difflib.get_close_matches(model.lower(), PACKAGED, 1, 0.4)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise ValueError(
-        f"model={model!r} is not known; {hint}Use {' or '.join(PACKAGED)}, a .gguf file, a folder with config.json, "
-        "or a hub id like 'owner/name'"
+        f"model={model!r} is not known; {hint}Use {' or '.join(PACKAGED)}, a .gguf file, a folder with "
+        "config.json, or a hub id like 'owner/name'"
     )
 
 
@@ -57,7 +57,8 @@ def _from_hub(name: str) -> Path:
         hub = importlib.import_module("huggingface_hub")
     except ImportError:
         raise ValueError(
-            f"model={name!r}: no such folder, and a hub id needs huggingface_hub (pip install huggingface_hub); {advice}"
+            f"model={name!r}: no such folder, and a hub id needs huggingface_hub (pip install "
+            f"huggingface_hub); {advice}"
         ) from None
     files = ["*.json", "*.jinja", "*.model", "*.safetensors"]
     try:
@@ -67,7 +68,7 @@ def _from_hub(name: str) -> Path:
     except (OSError, ValueError) as error:  # the hub's and its HTTP client's errors derive from these
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(
-            f"model={name!r}: no such folder, and the hub could not be reached nor is the model cached ({reason}); "
-            f"{advice}"
+            f"model={name!r}: no such folder, and the hub could not be reached nor is the model cached "
+            f"({reason}); {advice}"
         ) from None
     return folder

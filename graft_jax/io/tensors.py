@@ -53,7 +53,9 @@ class PlainTensor:
 
     def rows(self, start: int, stop: int) -> np.ndarray:
         dtype, width = PLAIN_DTYPES[self.kind], math.prod(self.shape[1:])
-        raw = self.descriptor.read(self.offset + start * width * dtype.itemsize, (stop - start) * width * dtype.itemsize)
+        raw = self.descriptor.read(
+            self.offset + start * width * dtype.itemsize, (stop - start) * width * dtype.itemsize
+        )
         return raw.view(dtype).reshape(stop - start, *self.shape[1:])
 
 
@@ -74,9 +76,11 @@ class Descriptor:
         out = np.empty(count, np.uint8)
         done = 0
         while done < count:  # one call hands over at most 2 GiB
-            got = os.preadv(self._number, [memoryview(out)[done:]], offset + done)
+            got = os.preadv(self._number, [out.data[done:]], offset + done)
             if not got:
-                raise ValueError(f"{self.path}: ends at byte {offset + done}; {count - done} more were expected")
+                raise ValueError(
+                    f"{self.path}: ends at byte {offset + done}; {count - done} more were expected"
+                )
             done += got
         return out
 

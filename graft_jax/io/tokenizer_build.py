@@ -1,8 +1,6 @@
-"""Tokenizers from GGUF metadata and from SentencePiece models."""
+"""Tokenizers from the token lists of GGUF metadata and SentencePiece models."""
 
-import struct
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
@@ -57,12 +55,19 @@ def from_gguf(metadata: Mapping[str, Any], where: str) -> tuple[Tokenizer, dict[
     tokens = _list(metadata, "tokens", str, where)
     types = _list(metadata, "token_type", int, where, len(tokens))
     special = {}
-    for role, key in (("bos_token", "bos"), ("eos_token", "eos"), ("unk_token", "unknown"), ("pad_token", "padding")):
+    for role, key in (
+        ("bos_token", "bos"),
+        ("eos_token", "eos"),
+        ("unk_token", "unknown"),
+        ("pad_token", "padding"),
+    ):
         token = metadata.get(f"tokenizer.ggml.{key}_token_id")
         if token is None:
             continue
         if not isinstance(token, int) or not 0 <= token < len(tokens):
-            raise ValueError(f"{where}: tokenizer.ggml.{key}_token_id={token!r} is none of the {len(tokens)} tokens")
+            raise ValueError(
+                f"{where}: tokenizer.ggml.{key}_token_id={token!r} is none of the {len(tokens)} tokens"
+            )
         special[role] = tokens[token]
     if model == "llama":
         scores = _list(metadata, "scores", float, where, len(tokens))
@@ -71,16 +76,18 @@ def from_gguf(metadata: Mapping[str, Any], where: str) -> tuple[Tokenizer, dict[
     elif model == "gpt2":
         pre = metadata.get("tokenizer.ggml.pre", "default")
         if pre not in _PRE:
-            raise ValueError(f"{where}: tokenizer.ggml.pre {pre!r} is not supported; use one of {', '.join(_PRE)}")
+            raise ValueError(
+                f"{where}: tokenizer.ggml.pre {pre!r} is not supported; use one of {', '.join(_PRE)}"
+            )
         make_pre, nfc, ignore_merges, first = _PRE[pre]
-        merges = [tuple(merge.split(" ", 1)) for merge in _list(metadata, "merges", str, where)]
+        merges = _merges(metadata, where)
         backend = byte_level_bpe(tokens, merges, types, ignore_merges, where)
         backend.pre_tokenizer = make_pre()
         if nfc:
             backend.normalizer = normalizers.NFC()
     else:
         raise ValueError(f"{where}: tokenizer.ggml.model {model!r} is not supported; 'gpt2' and 'llama' are")
-    _surround(
+    surround(
         backend,
         special.get("bos_token") if _flag(metadata, "add_bos_token", first, where) else None,
         special.get("eos_token") if _flag(metadata, "add_eos_token", False, where) else None,
@@ -88,7 +95,9 @@ def from_gguf(metadata: Mapping[str, Any], where: str) -> tuple[Tokenizer, dict[
     return backend, special
 
 
-def _list(metadata: Mapping[str, Any], name: str, kind: type, where: str, length: int | None = None) -> list[Any]:
+def _list(
+    metadata: Mapping[str, Any], name: str, kind: type, where: str, length: int | None = None
+) -> list[Any]:
     key = f"tokenizer.ggml.{name}"
     values = metadata.get(key)
     if not isinstance(values, list) or not values or not isinstance(values[0], kind):
@@ -96,6 +105,16 @@ def _list(metadata: Mapping[str, Any], name: str, kind: type, where: str, length
     if length is not None and len(values) != length:
         raise ValueError(f"{where}: {key} has {len(values)} entries for {length} tokens")
     return values
+
+
+def _merges(metadata: Mapping[str, Any], where: str) -> list[tuple[str, str]]:
+    merges = []
+    for merge in _list(metadata, "merges", str, where):
+        left, space, right = merge.partition(" ")
+        if not space:
+            raise ValueError(f"{where}: tokenizer.ggml.merges holds {merge!r}, which is no pair of tokens")
+        merges.append((left, right))
+    return merges
 
 
 def _flag(metadata: Mapping[str, Any], name: str, default: bool, where: str) -> bool:
@@ -106,7 +125,11 @@ def _flag(metadata: Mapping[str, Any], name: str, default: bool, where: str) -> 
 
 
 def byte_level_bpe(
-    tokens: Sequence[str], merges: list[tuple[str, ...]], types: Sequence[int], ignore_merges: bool, where: str
+    tokens: Sequence[str],
+    merges: list[tuple[str, str]],
+    types: Sequence[int],
+    ignore_merges: bool,
+    where: str,
 ) -> Tokenizer:
     """GPT-2's scheme: bytes as printable characters, merged in the order of `merges`."""
     # Entries of the type "unused" only pad the embedding; they are no tokens.
@@ -129,12 +152,19 @@ def _add_special(backend: Tokenizer, tokens: Sequence[str], types: Sequence[int]
 
 
 def sentencepiece_bpe(
-    tokens: Sequence[str], scores: Sequence[float], types: Sequence[int], add_prefix: bool
+    tokens: list[str], scores: Sequence[float], types: Sequence[int], add_prefix: bool, legacy: bool = True
 ) -> Tokenizer:
     """SentencePiece's BPE with byte fallback, as Llama 2 and Vicuna use it.
 
     SentencePiece merges the neighbours whose union has the best score; as a list of merges that is every
     split of every piece into two others, ordered by the piece's score.
+
+    Args:
+        tokens: by id.
+        scores: by id; merging prefers high ones.
+        types: by id, see above.
+        add_prefix: a space is put before a text.
+        legacy: and also before each piece of text that follows a special token, as SentencePiece does.
     """
     vocabulary = {token: i for i, (token, kind) in enumerate(zip(tokens, types)) if kind != UNUSED}
     ranked = []
@@ -149,8 +179,11 @@ def sentencepiece_bpe(
     merges = [(tokens[left], tokens[right]) for _, left, right in ranked]
     unknown = next((token for token, kind in zip(tokens, types) if kind == UNKNOWN), None)
     backend = Tokenizer(models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
-    before = [normalizers.Prepend("▁")] if add_prefix else []
-    backend.normalizer = normalizers.Sequence([*before, normalizers.Replace(" ", "▁")])
+    if add_prefix and not legacy:
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    else:
+        prepend = [normalizers.Prepend("▁")] if add_prefix else []
+        backend.normalizer = normalizers.Sequence([*prepend, normalizers.Replace(" ", "▁")])
     after = [decoders.Strip(" ", 1, 0)] if add_prefix else []
     backend.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *after]
@@ -159,7 +192,7 @@ def sentencepiece_bpe(
     return backend
 
 
-def _surround(backend: Tokenizer, first: str | None, last: str | None) -> None:
+def surround(backend: Tokenizer, first: str | None, last: str | None) -> None:
     """Has `encode` put a first and a last token around a text."""
     found = [token for token in (first, last) if token is not None]
     if found:
@@ -168,77 +201,3 @@ def _surround(backend: Tokenizer, first: str | None, last: str | None) -> None:
         backend.post_processor = processors.TemplateProcessing(
             single=" ".join(pattern), pair=None, special_tokens=ids
         )
-
-
-def from_sentencepiece(path: Path, settings: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, str]]:
-    """A Llama tokenizer from its SentencePiece file `tokenizer.model`.
-
-    Args:
-        settings: tokenizer_config.json, for add_bos_token (default true) and add_eos_token.
-
-    Raises:
-        ValueError: the file is broken or no SentencePiece BPE model.
-    """
-    tokens, scores, types, is_bpe, add_prefix = _read_pieces(path)
-    if not is_bpe:
-        raise ValueError(f"{path}: is a SentencePiece model of another kind than BPE, which is not supported")
-    backend = sentencepiece_bpe(tokens, scores, types, add_prefix)
-    special = {role: token for role, token in (("bos_token", "<s>"), ("eos_token", "</s>"), ("unk_token", "<unk>"))
-               if token in tokens}  # fmt: skip
-    _surround(
-        backend,
-        special.get("bos_token") if settings.get("add_bos_token", True) else None,
-        special.get("eos_token") if settings.get("add_eos_token", False) else None,
-    )
-    return backend, special
-
-
-def _read_pieces(path: Path) -> tuple[list[str], list[float], list[int], bool, bool]:
-    """Tokens, scores, types, whether it is BPE, whether a space is put before a text.
-
-    The file is a protocol buffer: https://github.com/google/sentencepiece/blob/master/src/sentencepiece_model.proto
-    """
-    tokens, scores, types, is_bpe, add_prefix = [], [], [], False, True
-    try:
-        for field, value in _fields(path.read_bytes()):
-            if field == 1:
-                piece = dict(_fields(value))
-                tokens.append(piece[1].decode())
-                scores.append(struct.unpack("<f", piece[2])[0] if 2 in piece else 0.0)
-                types.append(piece.get(3, NORMAL))
-            elif field == 2:  # trainer_spec: model_type 2 is BPE
-                is_bpe = dict(_fields(value)).get(3) == 2
-            elif field == 3:  # normalizer_spec: add_dummy_prefix
-                add_prefix = bool(dict(_fields(value)).get(3, 1))
-    except (IndexError, KeyError, TypeError, AttributeError, ValueError, struct.error) as error:
-        raise ValueError(f"{path}: is no valid SentencePiece model ({error})") from None
-    if not tokens:
-        raise ValueError(f"{path}: is no valid SentencePiece model (it has no pieces)")
-    return tokens, scores, types, is_bpe, add_prefix
-
-
-def _fields(data: bytes):
-    """(number, value) of each field of a protocol buffer message: int, or bytes for all other wire types."""
-    at = 0
-
-    def varint() -> int:
-        nonlocal at
-        value = shift = 0
-        while True:
-            byte = data[at]
-            at += 1
-            value |= (byte & 0x7F) << shift
-            shift += 7
-            if byte < 0x80:
-                return value
-
-    while at < len(data):
-        key = varint()
-        if key & 7 == 0:
-            yield key >> 3, varint()
-            continue
-        size = {1: 8, 5: 4}[key & 7] if key & 7 != 2 else varint()
-        if at + size > len(data):
-            raise ValueError("cut off")
-        yield key >> 3, data[at : at + size]
-        at += size

@@ -91,7 +91,9 @@ def slots(config: ModelConfig, scheme: str) -> list[Slot]:
 
     abstract = abstract_params(config, jnp.float32)
     layer_prefix = {"hf": "model.layers", "gguf": "blk"}[scheme]
-    rows = [slot((row[0],), row[column], row[3]) for row in _MODEL_TABLE if getattr(abstract, row[0]) is not None]
+    rows = [
+        slot((row[0],), row[column], row[3]) for row in _MODEL_TABLE if getattr(abstract, row[0]) is not None
+    ]
     for i, layer in enumerate(abstract.layers):
         rows += [
             slot(("layers", i, row[0]), f"{layer_prefix}.{i}.{row[column]}", row[3])
@@ -126,7 +128,11 @@ def settle_head(config: ModelConfig, tensors: Mapping[str, SourceTensor]) -> tup
 
 
 def match(
-    config: ModelConfig, tensors: Mapping[str, SourceTensor], scheme: str, where: str, used: frozenset[str] = frozenset()
+    config: ModelConfig,
+    tensors: Mapping[str, SourceTensor],
+    scheme: str,
+    where: str,
+    used: frozenset[str] = frozenset(),
 ) -> list[tuple[Slot, SourceTensor]]:
     """The ledger: each slot with its tensor.
 
@@ -136,6 +142,8 @@ def match(
     Raises:
         ValueError: tensors are missing or left over, or a shape differs.
     """
+    if config.num_layers > len(tensors):  # before a list of all slots could grow without bound
+        raise ValueError(f"{where}: {len(tensors)} tensors are too few for {config.num_layers} layers")
     wanted = slots(config, scheme)
     missing = [slot.source for slot in wanted if slot.source not in tensors]
     if missing:
@@ -152,7 +160,9 @@ def match(
     known = used.union(slot.source for slot in wanted)
     extra = [name for name in tensors if name not in known and not name.endswith(_IMPLIED[scheme])]
     if extra:
-        raise ValueError(f"{where}: tensors that a {config.model_type} model has no place for: {_listed(extra)}")
+        raise ValueError(
+            f"{where}: tensors that a {config.model_type} model has no place for: {_listed(extra)}"
+        )
     return pairs
 
 
@@ -190,14 +200,12 @@ def load(
 
 def assemble(config: ModelConfig, arrays: Mapping[tuple[str | int, ...], jax.Array]) -> TargetParams:
     """Parameters from arrays by path."""
-    layers: list[dict[str, jax.Array]] = [{} for _ in range(config.num_layers)]
-    top = {}
+    top: dict[str, Any] = {str(path[0]): array for path, array in arrays.items() if len(path) == 1}
+    layers: dict[int, dict[str, Any]] = {i: {} for i in range(config.num_layers)}
     for path, array in arrays.items():
-        if len(path) == 1:
-            top[path[0]] = array
-        else:
-            layers[path[1]][path[2]] = array
-    return TargetParams(layers=tuple(LayerParams(**layer) for layer in layers), **top)
+        if len(path) == 3:
+            layers[int(path[1])][str(path[2])] = array
+    return TargetParams(layers=tuple(LayerParams(**layer) for layer in layers.values()), **top)
 
 
 def convert(slot: Slot, tensor: SourceTensor, dtype: np.dtype) -> np.ndarray:
@@ -206,7 +214,8 @@ def convert(slot: Slot, tensor: SourceTensor, dtype: np.dtype) -> np.ndarray:
     out = aligned_empty(slot.shape[::-1] if transposed else slot.shape, dtype)
     rows_of = out.T if transposed else out
     for start, stop in _blocks(slot.shape, column_strips=transposed):
-        block = tensor.rows(start, stop)
+        with np.errstate(all="ignore"):  # decoding NaN or infinity must not warn: it is refused below
+            block = tensor.rows(start, stop)
         if not is_finite(block):
             raise ValueError(f"{tensor.where}: tensor {tensor.name} holds NaN or infinity")
         block = to_bfloat16(block) if dtype == BFLOAT16 else to_float32(block)
@@ -235,7 +244,9 @@ def _get(params: Any, path: tuple[str | int, ...]) -> Any:
     return params
 
 
-def stored(config: ModelConfig, params: TargetParams) -> tuple[dict[str, tuple[int, ...]], Callable[[str], np.ndarray]]:
+def stored(
+    config: ModelConfig, params: TargetParams
+) -> tuple[dict[str, tuple[int, ...]], Callable[[str], np.ndarray]]:
     """What a Hugging Face checkpoint of these parameters holds: shapes by name, and a reader by name."""
     by_name = {slot.source: slot for slot in slots(config, "hf")}
 

@@ -121,3 +121,16 @@ TOKEN_RECYCLING = from_children(
     + [((0, 0, 0, 0), 3), ((0, 0, 0, 1), 1), ((0, 0, 0, 2), 1), ((0, 0, 1, 0), 1), ((0, 1, 0, 0), 1)]
     + [((1, 0, 0, 0), 1), ((0, 0, 0, 0, 0), 2), ((0, 0, 0, 1, 0), 1)]
 )
+
+# Small templates, narrow and deep; every prefix is one (3, 5, 7, 15 and 31 nodes are the usual budgets).
+NARROW = Template(
+    tuple(
+        tuple(map(int, path))
+        for path in """
+        0 00 000 1 0000 00000 000000
+        01 10 0000000 2 00000000 001 3 000000000
+        """.split()
+    )
+)
+
+NAMED = {"narrow": NARROW, "graft": GRAFT_FULL, "recycling": TOKEN_RECYCLING}

@@ -54,7 +54,8 @@ class Language:
         self._spell_words(rng)
         self.known = {kind: rng.random((len(TOPICS), size)) < 0.4 for kind, size in _SIZES.items()}
         for table in self.known.values():
-            table[np.arange(table.shape[1]) % len(TOPICS), np.arange(table.shape[1])] = True  # no word is idle
+            words = np.arange(table.shape[1])
+            table[words % len(TOPICS), words] = True  # every word has a topic
         self.gender = rng.integers(0, _GENDERS, _SIZES["noun"]).tolist()
 
         def effects(causes: int, results: int, scale: float) -> np.ndarray:
@@ -98,7 +99,9 @@ class Language:
                     words.append((start, middles.pop(), finals.pop()))
             self.words[kind] = words
 
-    def choose(self, rng: np.random.Generator, key: tuple, logits: Callable[[], np.ndarray]) -> tuple[int, float]:
+    def choose(
+        self, rng: np.random.Generator, key: tuple, logits: Callable[[], np.ndarray]
+    ) -> tuple[int, float]:
         """Draws from softmax(logits()), which must depend on `key` alone: (index, surprise in nats)."""
         entry = self._cache.get(key)
         if entry is None:
@@ -115,7 +118,7 @@ class Language:
 
         Args:
             rng: where the choices come from.
-            first: the first sentence's number, below `SECTIONS`; drawn if None. A sentence has some 13 tokens.
+            first: number of the first sentence, below `SECTIONS`; drawn if None. Sentences average 17 tokens.
 
         Returns:
             The tokens, and the surprise in nats by token; a word's surprise stands at its first token.
@@ -123,7 +126,7 @@ class Language:
         return _Writer(self, rng, int(rng.integers(0, SECTIONS - 4)) if first is None else first).write()
 
     def rows(self, rng: np.random.Generator, count: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Rows of whole documents, one behind the other, cut at `length`: int32 and float32 [count, length]."""
+        """Rows of documents, one behind the other, cut at `length`: tokens and nats, both [count, length]."""
         tokens, nats = np.zeros((count, length), np.int32), np.zeros((count, length), np.float32)
         for row in range(count):
             line: list[int] = []

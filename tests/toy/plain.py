@@ -40,14 +40,17 @@ def sample_prompts(seed: int, count: int, min_len: int, max_len: int) -> list[li
 
 
 def safe_prompts(name: str, count: int) -> list[list[int]]:
-    """Prompts after which every margin of the first 64 greedy float32 tokens of target `name` is above 1e-2."""
+    """Prompts of 16 to 48 tokens whose first 64 greedy float32 tokens all have margins above 1e-2."""
     seeds = facts(name)["safe_seeds"]
     if count > len(seeds):
         raise ValueError(f"{count=} prompts were asked for, and {len(seeds)} are listed")
     return [sample_prompts(seed, 1, 16, 48)[0] for seed in seeds[:count]]
 
 
-def causal_logits(config: ModelConfig, params: TargetParams, tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:
+@functools.partial(jax.jit, static_argnums=0)
+def causal_logits(
+    config: ModelConfig, params: TargetParams, tokens: Int[Array, "B T"]
+) -> Float[Array, "B T V"]:
     """Logits of every row from one pass over whole texts, with an empty cache."""
     B, T = tokens.shape
     out = transformer.forward(
@@ -60,9 +63,6 @@ def causal_logits(config: ModelConfig, params: TargetParams, tokens: Int[Array, 
     return transformer.logits(config, params, out.hidden)
 
 
-_causal_logits = jax.jit(causal_logits, static_argnums=0)
-
-
 def min_margin(config: ModelConfig, params: TargetParams, prompt: Sequence[int], num_tokens: int) -> float:
     """The smallest distance between the best and the second logit along a greedy continuation.
 
@@ -72,7 +72,7 @@ def min_margin(config: ModelConfig, params: TargetParams, prompt: Sequence[int],
     line[0, : len(prompt)] = prompt
     smallest = np.inf
     for at in range(len(prompt), len(prompt) + num_tokens):
-        row = np.asarray(_causal_logits(config, params, line)[0, at - 1])
+        row = np.asarray(causal_logits(config, params, line)[0, at - 1])
         second, best = np.partition(row, -2)[-2:]
         smallest = min(smallest, float(best - second))
         line[0, at] = row.argmax()
@@ -85,7 +85,7 @@ def greedy(
     """Greedy continuations of a batch, one token a pass over the cache; EOS stops nothing.
 
     Returns:
-        The new tokens int [B, num_tokens], and the margin of each over the second best, float [B, num_tokens].
+        The new tokens, and the margin of each over the second best: int and float [B, num_tokens].
     """
     longest = max(map(len, prompts)) + num_tokens
     forced = np.full((len(prompts), longest), -1, np.int32)
@@ -129,7 +129,8 @@ def successor_table(texts: np.ndarray, order: int = 1, width: int = 8) -> dict[t
             row = counts.setdefault(tuple(line[i - order : i]), {})
             row[line[i]] = row.get(line[i], 0) + 1
     return {
-        context: sorted(row, key=lambda token: (-row[token], token))[:width] for context, row in counts.items()
+        context: sorted(row, key=lambda token, row=row: (-row[token], token))[:width]
+        for context, row in counts.items()
     }
 
 

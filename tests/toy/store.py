@@ -61,10 +61,12 @@ def save(name: str, config: ModelConfig, params: TargetParams) -> None:
     for path, leaf in jax.tree.leaves_with_path(params):
         tensor_name, is_linear = _hf_name(path)
         tensor = np.asarray(leaf, np.float32)
-        tensors[tensor_name] = np.ascontiguousarray((tensor.T if is_linear else tensor).astype(ml_dtypes.bfloat16))
+        tensor = (tensor.T if is_linear else tensor).astype(ml_dtypes.bfloat16)
+        tensors[tensor_name] = np.ascontiguousarray(tensor)
     folder = FOLDER / name
     folder.mkdir(exist_ok=True)
     safetensors.numpy.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)  # the writer keeps it to its owner
     text = json.dumps({**config.to_hf(), "bos_token_id": 0, "torch_dtype": "bfloat16"}, indent=2)
     (folder / "config.json").write_text(text + "\n")
 

