@@ -140,15 +140,19 @@ class ModelConfig:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
         if not 0 <= self.rms_norm_eps < 1:
-            raise ValueError(f"{self.rms_norm_eps=} must be a number from 0 to 1")
+            raise ValueError(f"rms_norm_eps={self.rms_norm_eps} must be a number from 0 to 1")
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"{self.num_heads=} must be divisible by {self.num_kv_heads=}")
+            raise ValueError(
+                f"num_heads={self.num_heads} must be divisible by num_kv_heads={self.num_kv_heads}"
+            )
         if self.head_dim % 2:
-            raise ValueError(f"{self.head_dim=} must be even, for rope turns pairs")
+            raise ValueError(f"head_dim={self.head_dim} must be even, for rope turns pairs")
         if not self.num_tokens:
             object.__setattr__(self, "num_tokens", self.vocab_size)
         if not 0 < self.num_tokens <= self.vocab_size:
-            raise ValueError(f"{self.num_tokens=} must be between 1 and {self.vocab_size=}")
+            raise ValueError(
+                f"num_tokens={self.num_tokens} must be between 1 and vocab_size={self.vocab_size}"
+            )
         for token in self.eos_token_ids:
             if not 0 <= token < self.vocab_size:
                 raise ValueError(f"eos_token_id {token} is outside the vocabulary of {self.vocab_size}")

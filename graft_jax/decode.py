@@ -33,14 +33,14 @@ class DecodeSpec:
         max_length: most tokens of a row, prompt and new ones together.
         row_buckets: numbers of tree rows that the target may verify at once; a round takes the smallest
             that holds its tree. The capacity itself is always one of them.
-        windows: cache lengths that attention may choose from (see `layers.attend`).
+        attention_block: cache entries that attention reads at a time; 0: all (see `layers.attend`).
     """
 
     model: ModelConfig
     drafter: Drafter
     max_length: int
     row_buckets: tuple[int, ...] = ()
-    windows: tuple[int, ...] = ()
+    attention_block: int = 0
 
     def __post_init__(self):
         if self.max_length < 2:
@@ -54,7 +54,8 @@ class DecodeSpec:
     @property
     def cache_size(self) -> int:
         """Rows to allocate: `dynamic_update_slice` clamps, so a whole path or chunk must fit behind the end."""
-        return -(-(self.max_length + max(self.drafter.max_depth + 1, 16)) // 16) * 16
+        unit = self.attention_block or 16
+        return -(-(self.max_length + max(self.drafter.max_depth + 1, 16)) // unit) * unit
 
 
 @flax.struct.dataclass
@@ -154,7 +155,7 @@ def prefill_chunk(
     cached = jnp.zeros(B, jnp.int32) + start
     out = transformer.forward(
         spec.model, params.target, tokens, positions, causal, state.cache, cached,
-        spec.drafter.taps, spec.windows,
+        spec.drafter.taps, spec.attention_block,
     )  # fmt: skip
     last = jnp.clip(state.prompt_length - 1 - start, 0, size - 1)
     if spec.drafter.wants_logits:
@@ -230,7 +231,7 @@ def _verify(spec: DecodeSpec, params: Params, tree: DraftTree, cache, length, ac
         positions = length[:, None] + tree.depth[:, :T]
         out = transformer.forward(
             spec.model, params.target, tree.tokens[:, :T], positions, mask, cache, length,
-            spec.drafter.taps, spec.windows,
+            spec.drafter.taps, spec.attention_block,
         )  # fmt: skip
         logits = transformer.logits(spec.model, params.target, out.hidden)
         return jax.tree.map(

@@ -28,6 +28,7 @@ from graft_jax.types import StopReason
 
 ROUNDS_A_SLICE = 32  # between two looks at Ctrl-C and at the clock
 ROUNDS_A_CHUNK = 4  # the same while streaming
+CPU_ATTENTION_BLOCK = 256  # cache entries (see `layers.attend`)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,9 +92,10 @@ class SpeculativeDecoder:
         self.config, self.tokenizer = config, tokenizer
         self.params = Params(target=params)
         self.method, self.name = method, name
-        self.spec = DecodeSpec(config, drafter, max_length, row_buckets, _windows(max_length))
+        block = CPU_ATTENTION_BLOCK if jax.default_backend() == "cpu" else 0
+        self.spec = DecodeSpec(config, drafter, max_length, row_buckets, block)
         self.programs = Programs(self.spec)
-        self._memory: Any = None
+        self.memory: Any = None  # what the drafter learned; donated by every call, and set again after it
 
     @classmethod
     def from_pretrained(
@@ -238,11 +240,11 @@ class SpeculativeDecoder:
 
     def reset_memory(self) -> None:
         """Forgets what the drafter learned from earlier prompts."""
-        self._memory = None
+        self.memory = None
 
     def save_memory(self, path: str | Path) -> None:
         """Writes the drafter's memory to a .npz file."""
-        leaves = jax.tree.leaves(self._memory)
+        leaves = jax.tree.leaves(self.memory)
         with open(path, "wb") as file:
             np.savez_compressed(file, **{f"leaf_{i}": np.asarray(leaf) for i, leaf in enumerate(leaves)})
 
@@ -267,7 +269,7 @@ class SpeculativeDecoder:
                 f"{path}: holds arrays of shapes {[leaf.shape for leaf in found]}; "
                 f"method {self.method!r} with these options needs {[shape for shape, _ in shapes]}"
             )
-        self._memory = jax.tree.unflatten(tree, [jnp.asarray(leaf) for leaf in found])
+        self.memory = jax.tree.unflatten(tree, [jnp.asarray(leaf) for leaf in found])
 
 
 class _Session:
@@ -317,7 +319,7 @@ class _Session:
             raise ValueError(f"budget={budget} is above the decoder's {spec.drafter.capacity} nodes")
         stops = self.stop_ids + [-1] * (MAX_STOP_TOKENS - len(self.stop_ids))
         limit = np.minimum(self.prompt_lengths + request.max_new_tokens, spec.max_length)
-        memory, decoder._memory = decoder._memory, None  # donated
+        memory, decoder.memory = decoder.memory, None  # donated
         self.state = programs.init(
             decoder.params, jnp.asarray(self._padded), jnp.asarray(self.prompt_lengths, jnp.int32),
             jnp.asarray(limit, jnp.int32), jnp.full(batch, budget, jnp.int32),
@@ -348,7 +350,7 @@ class _Session:
         finally:
             # Also after an error in between: what was learned so far stays.
             if self.state is not None:
-                self.decoder._memory = self.decoder.spec.drafter.memory(self.state.draft)
+                self.decoder.memory = self.decoder.spec.drafter.memory(self.state.draft)
 
     def _look(self) -> None:
         """Waits for the device and copies what the host needs to see."""
@@ -402,13 +404,6 @@ def _plain(settings: Any) -> Any:
     if isinstance(settings, tuple | list):
         return [_plain(item) for item in settings]
     return settings
-
-
-def _windows(max_length: int) -> tuple[int, ...]:
-    """Cache windows: doubling on a CPU, where attention's arithmetic counts; elsewhere a branch costs more."""
-    if jax.default_backend() != "cpu":
-        return ()
-    return tuple(256 * 2**i for i in range(12) if 256 * 2**i < max_length)
 
 
 @contextlib.contextmanager

@@ -39,7 +39,8 @@ class Tokenizer:
         vocabulary = backend.get_vocab(with_added_tokens=True)
         self.num_tokens: int = max(vocabulary.values(), default=-1) + 1
         ends = [special["eos_token"]] if "eos_token" in special else []
-        added = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+        added = {token.content: i for i, token in backend.get_added_tokens_decoder().items() if token.special}
+        self.special_ids = frozenset(added.values())
         ends += [token for token in END_TOKENS if token in added]
         self.stop_ids: tuple[int, ...] = tuple(
             dict.fromkeys(vocabulary[end] for end in ends if end in vocabulary)
@@ -174,7 +175,8 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool):
-        self._tokenizer, self._skip = tokenizer, skip_special_tokens
+        self._tokenizer = tokenizer
+        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
         # Ids of the last emitted piece, as context, then those not emitted yet. Decoding starts at the
         # context, for a decoder treats the very first token differently (it drops a leading space).
         self._ids: list[int] = []
@@ -189,6 +191,8 @@ class TextStream:
         return self._take()
 
     def _push_one(self, token: int) -> str:
+        if token in self._skipped:  # as if it were not there: it does not even end a run of byte tokens
+            return ""
         self._ids.append(token)
         text = self._tokenizer.backend.id_to_token(token) or ""
         if re.fullmatch("<0x[0-9A-F]{2}>", text):
@@ -197,7 +201,7 @@ class TextStream:
 
     def _take(self, hold_back: bool = False) -> str:
         decode = self._tokenizer.decode
-        before, after = decode(self._ids[: self._emitted], self._skip), decode(self._ids, self._skip)
+        before, after = decode(self._ids[: self._emitted], False), decode(self._ids, False)
         if len(after) <= len(before) or (hold_back and after.endswith(_REPLACEMENT)):
             return ""
         self._ids = self._ids[self._emitted :]

@@ -64,7 +64,7 @@ def accept(
         bonus = jnp.where(walking, token, bonus)
         node = jnp.where(found, child, node)
         path = jnp.where(found[:, None] & (column == depth + 1), node[:, None], path)
-        return depth + 1, node, found, path, tokens, accepted + found, bonus
+        return depth + 1, node, found, path, tokens, accepted + found.astype(jnp.int32), bonus
 
     zero, grid = jnp.zeros(B, jnp.int32), jnp.zeros((B, P), jnp.int32)
     start = (jnp.int32(0), zero, active, grid, grid, zero, zero)

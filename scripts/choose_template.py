@@ -27,11 +27,17 @@ from graft_jax.models import cache, transformer
 MAX_DEPTH = 12
 
 
+def loops(tokens: list[int]) -> bool:
+    """Whether fewer than half of the 4-grams are new: such text would make every template a chain."""
+    grams = list(zip(tokens, tokens[1:], tokens[2:], tokens[3:]))
+    return not grams or len(set(grams)) < 0.5 * len(grams)
+
+
 def read(path: str, limit: int) -> list[tuple[list[int], list[int]]]:
     opener = gzip.open if path.endswith(".gz") else open
     with opener(path, "rt") as lines:
         rows = [json.loads(line) for line in lines]
-    greedy = [row for row in rows if row.get("temperature", 0) == 0]
+    greedy = [row for row in rows if row.get("temperature", 0) == 0 and not loops(row["response_ids"])]
     return [(row["prompt_ids"], row["response_ids"]) for row in greedy[:limit]]
 
 

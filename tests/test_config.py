@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_checkpoints import SMALL, TINY_L, TINY_Q
 
 from graft_jax.config import FAMILIES, ModelConfig, RopeConfig
 from graft_jax.models import rope
 from graft_jax.models.transformer import abstract_params
-from tiny_checkpoints import SMALL, TINY_L, TINY_Q
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
@@ -58,7 +58,16 @@ class TestRope:
         config = ModelConfig.from_hf(TINY_L)
         assert config.head_dim == 16
         found, scale = rope.inverse_frequencies(config.rope, config.head_dim)
-        expected = [1, 0.244384599, 0.013042256, 0.00395284708, 0.00125, 3.95284708e-4, 1.25e-4, 3.95284708e-5]
+        expected = [
+            1,
+            0.244384599,
+            0.013042256,
+            0.00395284708,
+            0.00125,
+            3.95284708e-4,
+            1.25e-4,
+            3.95284708e-5,
+        ]
         np.testing.assert_allclose(found, expected, rtol=1e-6)
         assert scale == 1.0
 
@@ -111,7 +120,7 @@ REFUSED = [
     ({"hidden_size": 64.0}, "hidden_size=64.0"),
     ({"num_hidden_layers": -1}, "num_layers=-1"),
     ({"num_attention_heads": 0}, "num_heads=0"),
-    ({"num_key_value_heads": 3}, "num_heads=4 must be divisible by self.num_kv_heads=3"),
+    ({"num_key_value_heads": 3}, "num_heads=4 must be divisible by num_kv_heads=3"),
     ({"head_dim": 15}, "head_dim=15 must be even"),
     ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
     ({"use_sliding_window": True, "sliding_window": 128}, "sliding_window=128"),
@@ -152,7 +161,8 @@ def test_unknown_keys_warn_or_are_refused():
 def test_inert_keys_pass():
     ModelConfig.from_hf(
         TINY_Q
-        | {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "torch_dtype": "bfloat16",
+        | {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28,
+            "torch_dtype": "bfloat16",
            "transformers_version": "4.51.0", "initializer_range": 0.02, "attention_dropout": 0.0,
            "layer_types": ["full_attention"] * 8},
         strict=True,
@@ -182,13 +192,16 @@ def model_configs(draw) -> ModelConfig:
     if kind == "llama3":
         scaling |= {"low_freq_factor": 1.5, "high_freq_factor": draw(st.sampled_from([2.0, 4.0]))}
     if kind == "yarn":
-        scaling |= draw(st.sampled_from([{}, {"attention_factor": 1.25}, {"mscale": 1.0, "mscale_all_dim": 0.5}]))
+        scaling |= draw(
+            st.sampled_from([{}, {"attention_factor": 1.25}, {"mscale": 1.0, "mscale_all_dim": 0.5}])
+        )
         scaling["truncate"] = draw(st.booleans())
     bias = family == "qwen2" or draw(st.booleans())
     return ModelConfig(
         model_type=family, vocab_size=draw(st.integers(10, 200_000)), hidden_size=draw(st.integers(1, 9000)),
         intermediate_size=draw(st.integers(1, 30_000)), num_layers=draw(st.integers(1, 99)),
-        num_heads=kv_heads * draw(st.integers(1, 8)), num_kv_heads=kv_heads, head_dim=2 * draw(st.integers(1, 128)),
+        num_heads=kv_heads * draw(st.integers(1, 8)), num_kv_heads=kv_heads,
+            head_dim=2 * draw(st.integers(1, 128)),
         rms_norm_eps=draw(st.sampled_from([1e-5, 1e-6])), max_position=draw(st.integers(1, 10**6)),
         rope=RopeConfig(kind=kind, theta=draw(st.sampled_from([1e4, 5e5, 1e6])), **scaling),
         tie_embeddings=draw(st.booleans()), qk_norm=family == "qwen3", qkv_bias=bias,
@@ -230,7 +243,10 @@ DRAFTERS = sorted((CONFIGS / "drafters").glob("*.json"))
 def test_published_drafters(path):
     """A drafter shares width and vocabulary with the target that its file is named after."""
     kind, _, target = path.stem.partition("-")
-    config, target = json.loads(path.read_text()), json.loads((CONFIGS / "models" / f"{target}.json").read_text())
+    config, target = (
+        json.loads(path.read_text()),
+        json.loads((CONFIGS / "models" / f"{target}.json").read_text()),
+    )
     for key in ("hidden_size", "vocab_size", "intermediate_size"):
         assert config[key] == target[key]
     if kind == "eagle3":

@@ -29,7 +29,10 @@ def whole(tensor: tensors.SourceTensor, step: int = 3) -> np.ndarray:
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, BFLOAT16], ids=str)
 def test_safetensors_reads_what_the_library_writes(tmp_path, dtype):
     rng = np.random.default_rng(0)
-    wrote = {name: rng.normal(size=shape).astype(dtype) for name, shape in (("a", (7, 5)), ("b", (11,)), ("c", (2, 3, 4)))}
+    wrote = {
+        name: rng.normal(size=shape).astype(dtype)
+        for name, shape in (("a", (7, 5)), ("b", (11,)), ("c", (2, 3, 4)))
+    }
     safetensors.numpy.save_file(wrote, tmp_path / "x.safetensors", metadata={"format": "pt"})
     found = our_safetensors.open_file(tmp_path / "x.safetensors")
     assert set(found) == set(wrote)
@@ -66,7 +69,9 @@ def test_bfloat16_by_bits_is_the_cast(numbers):
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, BFLOAT16], ids=str)
-@pytest.mark.parametrize("value, finite", [(0.0, True), (-3.0, True), (np.nan, False), (np.inf, False), (-np.inf, False)])
+@pytest.mark.parametrize(
+    "value, finite", [(0.0, True), (-3.0, True), (np.nan, False), (np.inf, False), (-np.inf, False)]
+)
 def test_is_finite(dtype, value, finite):
     assert tensors.is_finite(np.array([1.0, value, 2.0], dtype)) == finite
 
@@ -104,7 +109,13 @@ def test_every_gguf_type_is_decoded_as_the_package_does(tmp_path, kind):
 
 def test_metadata_as_the_package_reads_it(tmp_path):
     config = ModelConfig.from_hf(SMALL)
-    extra = {"x.list": [1, 2, 3], "x.floats": [0.5, 1.5], "x.words": ["a", "", "é🙂"], "x.flag": True, "x.text": "ü"}
+    extra = {
+        "x.list": [1, 2, 3],
+        "x.floats": [0.5, 1.5],
+        "x.words": ["a", "", "é🙂"],
+        "x.flag": True,
+        "x.text": "ü",
+    }
     write_gguf(tmp_path / "x.gguf", config, random_params(config), metadata=extra)
     reader = gguf.GGUFReader(tmp_path / "x.gguf")
     expected = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")}
@@ -149,14 +160,17 @@ def test_llama3_rope_from_gguf_divisors():
         ({"llama.attention.sliding_window": 128}, ["llama.attention.sliding_window=128"]),
         ({"llama.rope.scaling.type": "longrope"}, ["rope.scaling.type 'longrope'"]),
         ({"llama.rope.scaling.type": "linear"}, ["'linear'", "factor"]),
-        ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 2.0, "llama.rope.scaling.attn_factor": 0.5},
+        ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 2.0,
+            "llama.rope.scaling.attn_factor": 0.5},
          ["attn_factor=0.5"]),
         ({"llama.attention.layer_norm_rms_epsilon": "x"}, ["attention.layer_norm_rms_epsilon='x'", "float"]),
     ],
     ids=str,
 )  # fmt: skip
 def test_gguf_settings_that_are_refused(tmp_path, metadata, words):
-    config = ModelConfig.from_hf({k: v for k, v in TINY_L.items() if k != "rope_scaling"} | {"num_hidden_layers": 1})
+    config = ModelConfig.from_hf(
+        {k: v for k, v in TINY_L.items() if k != "rope_scaling"} | {"num_hidden_layers": 1}
+    )
     write_gguf(tmp_path / "x.gguf", config, random_params(config), metadata=metadata)
     with pytest.raises(ValueError) as error:
         gguf_config.read_config(our_gguf.open_file(tmp_path / "x.gguf"))
@@ -165,7 +179,9 @@ def test_gguf_settings_that_are_refused(tmp_path, metadata, words):
 
 
 def test_gguf_rope_scaling(tmp_path):
-    config = ModelConfig.from_hf({k: v for k, v in TINY_L.items() if k != "rope_scaling"} | {"num_hidden_layers": 1})
+    config = ModelConfig.from_hf(
+        {k: v for k, v in TINY_L.items() if k != "rope_scaling"} | {"num_hidden_layers": 1}
+    )
     scaling = {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0,
                "llama.rope.scaling.original_context_length": 128}  # fmt: skip
     write_gguf(tmp_path / "x.gguf", config, random_params(config), metadata=scaling)

@@ -3,12 +3,15 @@
 import dataclasses
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from toy import EOS, FOLDER, NAMES, NUM_TOKENS, SEP, VOCAB_SIZE, Language, facts, load, plain
 from toy.language import CLOSES, OPENS
+
+from graft_jax.io.checkpoint import load_target
 
 CHAIN_4 = ((0,), (0, 0), (0, 0, 0), (0, 0, 0, 0))
 
@@ -77,23 +80,27 @@ def test_both_dtypes_hold_the_same_weights(name):
     np.testing.assert_array_equal(exact.embed, half.embed.astype(jnp.float32))
 
 
-def test_loss_is_the_stored_one_and_near_the_entropy(toy):
-    name, config, params, _, _ = toy
-    tokens, nats = plain.language().rows(np.random.default_rng(11), 32, 193)
-    logits = plain.causal_logits(config, params, tokens[:, :-1])
-    loss = float(optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean())
+@pytest.mark.parametrize("name", NAMES)
+def test_the_library_reads_the_folder_alike(name):
+    config, params = load(name)
+    library_config, library_params, _ = load_target(FOLDER / name, dtype="float32")
+    assert dataclasses.replace(library_config, num_tokens=NUM_TOKENS) == config
+    jax.tree.map(np.testing.assert_array_equal, params, library_params)
+
+
+def test_loss_is_the_stored_one_and_padding_rows_are_traps(toy):
+    """The loss is near the entropy; without the mask, ids that no token has would often win."""
+    name, config, params, lines, _ = toy
+    unmasked = dataclasses.replace(config, num_tokens=config.vocab_size)
+    tokens, nats = plain.language().rows(np.random.default_rng(11), 16, 193)
+    logits = plain.causal_logits(unmasked, params, tokens[:, :-1])
+    assert (logits.argmax(-1) >= NUM_TOKENS).mean() > 0.1
+    assert (lines < NUM_TOKENS).all()
+    own = logits[..., :NUM_TOKENS]
+    loss = float(optax.softmax_cross_entropy_with_integer_labels(own, tokens[:, 1:]).mean())
     gap = facts(name)["loss"] - facts(name)["entropy"]
     assert abs(loss - float(nats[:, 1:].mean()) - gap) < 0.03
     assert 0 < gap < 0.2
-
-
-def test_padding_rows_are_traps(toy):
-    """Without the mask, rows that no token has would often win."""
-    _, config, params, lines, _ = toy
-    unmasking = dataclasses.replace(config, num_tokens=config.vocab_size)
-    logits = plain.causal_logits(unmasking, params, lines[:1])
-    assert (logits.argmax(-1) >= NUM_TOKENS).mean() > 0.1
-    assert (lines < NUM_TOKENS).all()
 
 
 def test_greedy_text_does_not_loop(toy):
@@ -104,9 +111,9 @@ def test_greedy_text_does_not_loop(toy):
 
 def test_full_recomputation_and_cache_agree_on_a_safe_prompt(toy):
     name, config, params, _, margins = toy
-    smallest = plain.min_margin(config, params, plain.safe_prompts(name, 1)[0], 64)
+    smallest = plain.min_margin(config, params, plain.safe_prompts(name, 1)[0], 32)
     assert smallest > 1e-2
-    assert abs(smallest - margins[0, :64].min()) < 1e-3
+    assert abs(smallest - margins[0, :32].min()) < 1e-3
     assert margins[:, :64].min() > 1e-2
 
 

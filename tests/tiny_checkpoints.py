@@ -55,7 +55,9 @@ def named_tensors(config: ModelConfig, params: TargetParams) -> dict[str, np.nda
     return {name: np.array(tensor(name), order="C") for name in shapes}
 
 
-def write_folder(folder: Path, config: dict[str, Any], tensors: dict[str, np.ndarray], shards: int = 1) -> Path:
+def write_folder(
+    folder: Path, config: dict[str, Any], tensors: dict[str, np.ndarray], shards: int = 1
+) -> Path:
     """A Hugging Face folder without a tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
@@ -114,7 +116,8 @@ def write_gguf(
     arch = config.model_type
     keys: dict[str, Any] = {
         f"{arch}.block_count": config.num_layers, f"{arch}.context_length": config.max_position,
-        f"{arch}.embedding_length": config.hidden_size, f"{arch}.feed_forward_length": config.intermediate_size,
+        f"{arch}.embedding_length": config.hidden_size,
+            f"{arch}.feed_forward_length": config.intermediate_size,
         f"{arch}.attention.head_count": config.num_heads,
         f"{arch}.attention.head_count_kv": config.num_kv_heads,
         f"{arch}.attention.key_length": config.head_dim, f"{arch}.attention.value_length": config.head_dim,
@@ -128,10 +131,17 @@ def write_gguf(
         if isinstance(value, list):
             writer.add_array(key, value)
         elif value is not None:
-            add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+            add = {
+                bool: writer.add_bool,
+                int: writer.add_uint32,
+                float: writer.add_float32,
+                str: writer.add_string,
+            }
             add[type(value)](key, value)
     tensors = named_tensors(config, params)
-    names = dict(zip((s.path for s in weights.slots(config, "hf")), (s.source for s in weights.slots(config, "hf"))))
+    names = dict(
+        zip((s.path for s in weights.slots(config, "hf")), (s.source for s in weights.slots(config, "hf")))
+    )
     out = {}
     for slot in weights.slots(config, "gguf"):
         array = tensors[names[slot.path]].astype(np.float32)

@@ -1,6 +1,6 @@
 """The contract of a drafter."""
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import flax.struct
 
@@ -37,6 +37,7 @@ class Draft:
     forwards: Int[Array, "B"]
 
 
+@runtime_checkable
 class Drafter(Protocol):
     """Proposes trees. A frozen, hashable dataclass of settings, so that it is static under jit.
 

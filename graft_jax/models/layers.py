@@ -4,8 +4,6 @@ Weight layout depends on the dtype, because it decides the speed of a matrix pro
 CPU: float32 weights are stored (in, out), bfloat16 weights (out, in). Products accumulate in float32.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
@@ -29,14 +27,14 @@ def linear(
         precision=jax.lax.Precision.HIGHEST,
         preferred_element_type=jnp.float32,
     )
-    return y if bias is None else y + bias.astype(jnp.float32)
+    return y if bias is None else y + jnp.expand_dims(bias.astype(jnp.float32), range(y.ndim - 1))
 
 
 def rms_norm(x: Float[Array, "*N M"], weight: Float[Array, "M"], eps: float) -> Float[Array, "*N M"]:
     """Root-mean-square norm over the last axis, computed and returned in float32."""
     x = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
-    return x * scale * weight.astype(jnp.float32)
+    return x * scale * jnp.expand_dims(weight.astype(jnp.float32), range(x.ndim - 1))
 
 
 def attend(
@@ -47,7 +45,7 @@ def attend(
     keys: Float[Array, "B T K E"],
     values: Float[Array, "B T K E"],
     mask: Bool[Array, "B T T"],
-    windows: tuple[int, ...] = (),
+    block: int = 0,
 ) -> Float[Array, "B T H*E"]:
     """Grouped-query attention over the committed cache and the block of new rows.
 
@@ -56,45 +54,55 @@ def attend(
     softmax, in float32.
 
     Args:
-        windows: cache lengths to choose from, at run time: only the smallest that holds every row's
-            `cached` entries is read. () reads all S. It pays where arithmetic is dear (a CPU).
+        block: read the cache in blocks of so many entries, and only as many blocks as the longest row
+            fills; S must be a multiple. 0 reads all S at once. Blocks pay where arithmetic is dear (a
+            CPU); on other devices a loop costs more than the empty part of the cache.
     """
-    S = cache_keys.shape[-1]
-    widths = [width for width in sorted(windows) if width < S] + [S]
-
-    def within(width: int):
-        return _attend_all(query, cache_keys[..., :width], cache_values[:, :, :width], cached, keys, values, mask)
-
-    if len(widths) == 1:
-        return within(S)
-    index = jnp.searchsorted(jnp.array(widths), cached.max())
-    return jax.lax.switch(index, [lambda width=width: within(width) for width in widths])
-
-
-def _attend_all(query, cache_keys, cache_values, cached, keys, values, mask):
     B, T, H, E = query.shape
     K, S = keys.shape[2], cache_keys.shape[-1]
     G = H // K
     # [B, K, G*T, E]: one matrix product a key/value head
     q = (query * E**-0.5).reshape(B, T, K, G, E).transpose(0, 2, 3, 1, 4).reshape(B, K, G * T, E)
     q = q.astype(keys.dtype)
-    product = functools.partial(
-        jnp.einsum, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
-    )
-    old = product("bkqe,bkes->bkqs", q, cache_keys)
-    new = product("bkqe,btke->bkqt", q, keys)
-    seen = jnp.where(jnp.arange(S)[None, :] < cached[:, None], 0.0, -jnp.inf)
-    old += seen[:, None, None, :]
-    new = new.reshape(B, K, G, T, T) + jnp.where(mask, 0.0, -jnp.inf)[:, None, None, :, :]
-    new = new.reshape(B, K, G * T, T)
 
-    # Every row sees itself, so the maximum is finite.
-    peak = jnp.maximum(old.max(axis=-1, keepdims=True), new.max(axis=-1, keepdims=True))
-    old = jnp.exp(old - peak).astype(values.dtype)
-    new = jnp.exp(new - peak).astype(values.dtype)
-    # The sums are products with ones: as reductions, a CPU would compute the exponentials twice.
-    total = product("bkqs,s->bkq", old, jnp.ones(S, values.dtype))
-    total += product("bkqt,t->bkq", new, jnp.ones(T, values.dtype))
-    out = product("bkqs,bkse->bkqe", old, cache_values) + product("bkqt,btke->bkqe", new, values)
-    out = (out / total[..., None]).reshape(B, K, G, T, E).transpose(0, 3, 1, 2, 4)
+    # The new rows come first: every row sees itself, so the running maximum is finite from the start.
+    own = _product("bkqe,btke->bkqt", q, keys)
+    own = own.reshape(B, K, G, T, T) + jnp.where(mask, 0.0, -jnp.inf)[:, None, None, :, :]
+    own = own.reshape(B, K, G * T, T)
+    peak = own.max(axis=-1, keepdims=True)
+    running = (peak, *_weigh(own, peak, values.transpose(0, 2, 1, 3)))
+
+    def merge(start, width: int, running):
+        """One step of the streaming softmax: rescale what there is, add a block of the cache."""
+        peak, total, out = running
+        old_keys = jax.lax.dynamic_slice_in_dim(cache_keys, start, width, axis=3)
+        old_values = jax.lax.dynamic_slice_in_dim(cache_values, start, width, axis=2)
+        seen = jnp.where(start + jnp.arange(width)[None, :] < cached[:, None], 0.0, -jnp.inf)
+        old = _product("bkqe,bkes->bkqs", q, old_keys) + seen[:, None, None, :]
+        new_peak = jnp.maximum(peak, old.max(axis=-1, keepdims=True))
+        more, added = _weigh(old, new_peak, old_values)
+        shrink = jnp.exp(peak - new_peak)
+        return new_peak, total * shrink + more, out * shrink + added
+
+    if 0 < block < S:
+        steps = (cached.max() + block - 1) // block
+        running = jax.lax.fori_loop(0, steps, lambda i, c: merge(i * block, block, c), running)
+    else:
+        running = merge(0, S, running)
+    _, total, out = running
+    out = (out / total).reshape(B, K, G, T, E).transpose(0, 3, 1, 2, 4)
     return out.reshape(B, T, H * E)
+
+
+def _product(formula: str, x: Array, y: Array) -> Array:
+    return jnp.einsum(
+        formula, x, y, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
+    )
+
+
+def _weigh(scores: Float[Array, "B K Q S"], peak: Float[Array, "B K Q 1"], values: Float[Array, "B K S E"]):
+    """Sum of exp(scores - peak), [B, K, Q, 1], and the values summed with these weights, [B, K, Q, E]."""
+    weights = jnp.exp(scores - peak).astype(values.dtype)
+    # The sum is a product with ones: as a reduction, a CPU would compute the exponentials twice.
+    total = _product("bkqs,s->bkq", weights, jnp.ones(weights.shape[-1], weights.dtype))
+    return total[..., None], _product("bkqs,bkse->bkqe", weights, values)

@@ -112,7 +112,7 @@ def forward(
     cache: KVCache,
     cached: Int[Array, "B"],
     taps: tuple[int, ...] = (),
-    windows: tuple[int, ...] = (),
+    block: int = 0,
 ) -> Output:
     """Runs T rows against the committed cache and one another.
 
@@ -124,7 +124,7 @@ def forward(
         cached: how many cache rows count, by batch row.
         taps: layer numbers; tap i is the residual stream before layer i, `num_layers` the one after the
             last layer; never normed.
-        windows: see `layers.attend`.
+        block: see `layers.attend`.
 
     Returns:
         The rows' final hidden states, taps in the order asked, and keys and values to commit.
@@ -134,7 +134,7 @@ def forward(
         # A bfloat16 matrix product with one row is ten times slower than with two on a CPU.
         pair = forward(
             config, params, jnp.repeat(tokens, 2, 1), jnp.repeat(positions, 2, 1),
-            jnp.eye(2, dtype=bool)[None], cache, cached, taps, windows,
+            jnp.eye(2, dtype=bool)[None], cache, cached, taps, block,
         )  # fmt: skip
         return jax.tree.map(lambda x: x[:, :1], pair)
 
@@ -154,7 +154,7 @@ def forward(
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = rms_norm(q, layer.q_norm, eps), rms_norm(k, layer.k_norm, eps)
         q, k = rope.rotate(q, cos, sin), rope.rotate(k, cos, sin).astype(dtype)
-        attended = attend(q, cache.keys[i], cache.values[i], cached, k, v, mask, windows)
+        attended = attend(q, cache.keys[i], cache.values[i], cached, k, v, mask, block)
         x = x + linear(attended, layer.o, layer.o_bias)
         y = rms_norm(x, layer.mlp_norm, eps)
         y = jax.nn.silu(linear(y, layer.gate, layer.gate_bias)) * linear(y, layer.up, layer.up_bias)
@@ -180,5 +180,5 @@ def logits(config: ModelConfig, params: TargetParams, hidden: Float[Array, "B T 
             precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32,
         )  # fmt: skip
     if config.num_tokens < config.vocab_size:
-        out = jnp.where(jnp.arange(config.vocab_size) < config.num_tokens, out, -jnp.inf)
+        out = jnp.where(jnp.arange(config.vocab_size)[None, None, :] < config.num_tokens, out, -jnp.inf)
     return out

@@ -48,7 +48,7 @@ def node_contexts(tree: DraftTree, history: Int[Array, "B h"]) -> Int[Array, "B 
     h = history.shape[1]
     # The history becomes a chain above the root: entry i's parent is i - 1.
     tokens = jnp.concatenate([history, tree.tokens], axis=1)
-    parents = jnp.concatenate([jnp.zeros_like(history) + jnp.arange(h) - 1, tree.parents + h], axis=1)
+    parents = jnp.concatenate([jnp.zeros_like(history) + jnp.arange(h)[None, :] - 1, tree.parents + h], axis=1)
     at = jnp.arange(tree.capacity)[None, :] + h + jnp.zeros_like(tree.tokens)
     context = []
     for _ in range(h + 1):

@@ -69,7 +69,7 @@ def merge(
 
     priority = jnp.where(alive, priority, UNWANTED)
     priority = jnp.full_like(priority, UNWANTED).at[rows, stands_for].min(priority)
-    order = jnp.arange(Nb + A * n) + jnp.zeros((B, 1), jnp.int32)
+    order = jnp.arange(Nb + A * n)[None, :] + jnp.zeros((B, 1), jnp.int32)
     priority, order = jax.lax.sort((priority, order), num_keys=1)
     short = capacity + 1 - order.shape[1]
     if short > 0:
