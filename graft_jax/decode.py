@@ -283,7 +283,7 @@ def _count(old: Statistics, tree: DraftTree, verdict, count, forwards) -> Statis
     drafted = tree.valid & (jnp.arange(tree.capacity)[None, :] > 0) & verdict.active[:, None]
 
     def tally(labels: Array, mask: Array, size: int) -> Array:
-        return ((labels[:, :, None] == jnp.arange(size)) & mask[:, :, None]).sum(axis=1, dtype=jnp.int32)
+        return ((labels[:, :, None] == jnp.arange(size)[None, None, :]) & mask[:, :, None]).sum(axis=1, dtype=jnp.int32)
 
     return Statistics(
         rounds=old.rounds + active,

@@ -46,7 +46,7 @@ def top_successors(config, params, texts: list[list[int]], width: int) -> list[n
     size = 512
 
     @jax.jit
-    def run(tokens):
+    def run(params, tokens):
         positions = jnp.arange(size)[None, :]
         empty = cache.init(config, 1, 16, params.dtype)
         mask = jnp.tri(size, dtype=bool)[None]
@@ -57,7 +57,7 @@ def top_successors(config, params, texts: list[list[int]], width: int) -> list[n
     for text in track(texts, "target", console=Console(stderr=True)):
         padded = np.zeros((1, size), np.int32)
         padded[0, : min(size, len(text))] = text[:size]
-        tops.append(np.asarray(run(padded))[: len(text)])
+        tops.append(np.asarray(run(params, padded))[: len(text)])
     return tops
 
 

@@ -137,10 +137,13 @@ def oracle_memory(lines, slots):
 
 @functools.cache
 def tiny(name):
-    """TINY-Q or TINY-L with random weights: (config, params)."""
+    """TINY-Q or TINY-L with random weights: (config, params).
+
+    The seeds are the first whose 41 greedy tokens after [5, 6, 7, 8] have no margin below 1e-2.
+    """
     from graft_jax.config import ModelConfig
     from tiny_checkpoints import TINY_L, TINY_Q, random_params
 
     config = ModelConfig.from_hf({"q": TINY_Q, "l": TINY_L}[name])
     config = dataclasses.replace(config, num_tokens=300)
-    return config, random_params(config)
+    return config, random_params(config, seed={"q": 4, "l": 0}[name])

@@ -1,5 +1,6 @@
 """The target model against transformers on torch: tiny random models of every kind, and SmolLM2."""
 
+import importlib
 import itertools
 import json
 
@@ -70,7 +71,9 @@ def compare(model, config: ModelConfig, params) -> None:
 CASES = list(itertools.product(("llama", "qwen2", "qwen3"), ROPES, SHAPES))
 
 
-@pytest.mark.parametrize("family, kind, shape", CASES, ids=[f"{f}-{k}-{i % 4}" for i, (f, k, _) in enumerate(CASES)])
+@pytest.mark.parametrize(
+    "family, kind, shape", CASES, ids=[f"{f}-{k}-{i % 4}" for i, (f, k, _) in enumerate(CASES)]
+)
 def test_tiny_models(tmp_path, family, kind, shape):
     """transformers writes, we load: logits and taps of prefill and tree pass agree."""
     model = build(hf_config(family, kind, *shape))
@@ -85,7 +88,9 @@ def test_what_we_write_transformers_reads(tmp_path, family):
     config = ModelConfig.from_hf(hf_config(family, "yarn", False, family != "qwen2", True))
     params = random_params(config)
     save_hf(tmp_path / "x", config, params, shard_bytes=20_000)
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "x", attn_implementation="eager").eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "x", attn_implementation="eager"
+    ).eval()
     for name, tensor in model.state_dict().items():
         np.testing.assert_array_equal(tensor.numpy(), named_tensors(config, params)[name])
     compare(model, config, params)
@@ -111,7 +116,9 @@ def layouts():
 
 
 @pytest.mark.filterwarnings("ignore:.*lm_head.weight differs")
-@pytest.mark.parametrize("config, tensors, shards", [case[1:] for case in layouts()], ids=[case[0] for case in layouts()])
+@pytest.mark.parametrize(
+    "config, tensors, shards", [case[1:] for case in layouts()], ids=[case[0] for case in layouts()]
+)
 def test_layouts(tmp_path, config, tensors, shards):
     """What transformers makes of a folder, we make of it too."""
     write_folder(tmp_path, config, tensors)
@@ -170,7 +177,9 @@ def test_broken_torch_files(tmp_path):
 @pytest.mark.parametrize("head_dim, theta", [(64, 1e6), (128, 5e5), (32, 1e4)])
 def test_rope_frequencies(kind, head_dim, theta):
     settings = hf_config("qwen3", kind, True, False, False) | {"head_dim": head_dim, "rope_theta": theta}
-    made = transformers.AutoConfig.for_model(**{key: value for key, value in settings.items() if value is not None})
+    made = transformers.AutoConfig.for_model(
+        **{key: value for key, value in settings.items() if value is not None}
+    )
     model = transformers.AutoModelForCausalLM.from_config(made)
     frequencies, scale = rope.inverse_frequencies(ModelConfig.from_hf(settings).rope, head_dim)
     np.testing.assert_allclose(frequencies, model.model.rotary_emb.inv_freq.numpy(), rtol=1e-5)
@@ -183,12 +192,14 @@ def test_smollm2():
     config, params, tokenizer = load_target("smollm2-135m", dtype="float32")
     made = transformers.AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
     model = transformers.AutoModelForCausalLM.from_config(made, attn_implementation="eager").eval()
-    loader = transformers.modeling_gguf_pytorch_utils.load_gguf_checkpoint
-    state = loader(path, return_tensors=True, model_to_load=model)["tensors"]
+    gguf = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
+    state = gguf.load_gguf_checkpoint(path, return_tensors=True, model_to_load=model)["tensors"]
     model.load_state_dict(state, strict=False)
     for name, array in named_tensors(config, params).items():
         np.testing.assert_array_equal(array, state[name].numpy(), name)
-    ids = tokenizer.apply_chat_template([{"role": "user", "content": "Name three colours of the rainbow, please."}])
+    ids = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Name three colours of the rainbow, please."}]
+    )
     prompt, tree = np.array((ids * 2)[: target_run.PROMPT]), np.arange(target_run.NODES) * 1000
     expected, expected_taps = torch_run.run(model, config, prompt, tree)
     found, found_taps = target_run.run(config, params, prompt, tree)
