@@ -3,11 +3,10 @@
     python scripts/choose_template.py conversations.jsonl.gz --limit 120 --order 3
 
 Each line of the file holds `prompt_ids` and `response_ids`. The target's top successors at every position
-are computed once; then each text is replayed: at every position the continuation is traced through the
-successor table as a path of ranks, and the table learns the text. A node's worth is how often its whole path
-was right; nodes are taken in order of worth, which keeps every prefix a tree and is the best tree of
-its size for these counts. Prints the order, the expected acceptance by size, and the compact form that
-`graft_jax/tree/templates.py` stores.
+are computed once; then the texts are replayed with a table that learns as it goes. A node's worth is how
+often its whole path was right where a round starts, so each size takes the most worthy nodes, and the replay
+is repeated until the choice settles. Looping answers are left out. Prints the acceptance by size and the
+order that `graft_jax/tree/templates.py` stores.
 """
 
 import argparse
@@ -21,16 +20,12 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
+from graft_jax.bench.datasets import loops
 from graft_jax.io.checkpoint import load_target
 from graft_jax.models import cache, transformer
 
 MAX_DEPTH = 12
-
-
-def loops(tokens: list[int]) -> bool:
-    """Whether fewer than half of the 4-grams are new: such text would make every template a chain."""
-    grams = list(zip(tokens, tokens[1:], tokens[2:], tokens[3:]))
-    return not grams or len(set(grams)) < 0.5 * len(grams)
+SIZES = (3, 5, 7, 15, 31)  # nested: each keeps the nodes of the one before
 
 
 def read(path: str, limit: int) -> list[tuple[list[int], list[int]]]:
@@ -67,7 +62,6 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--limit", type=int, default=120)
     parser.add_argument("--order", type=int, default=3, help="longest context of the table, in tokens")
-    parser.add_argument("--nodes", type=int, default=31)
     args = parser.parse_args()
 
     config, params, _ = load_target(args.model, dtype="float32")
@@ -75,41 +69,68 @@ def main() -> None:
     texts = [(prompt + response)[:512] for prompt, response in conversations]
     tops = top_successors(config, params, texts, 8)
 
+    traces = [trace(*item, args.order) for item in with_tables(conversations, texts, tops, args.order)]
+    chosen: list[tuple[int, ...]] = []
+    for size in SIZES:
+        template, acceptance = set(chosen), 0.0
+        for _ in range(6):  # what is worth taking depends on where rounds start, and so on the template
+            worth, acceptance = replay(traces, template)
+            rest = [path for path in worth if path not in set(chosen)]
+            rest.sort(key=lambda path: (-worth[path], len(path), path))
+            template = {*chosen, *rest[: size - len(chosen)]}
+        new = sorted(template - set(chosen), key=lambda path: (-worth[path], len(path), path))
+        chosen += new
+        print(f"{size:3d} nodes  acceptance {acceptance:.3f}  adds {[''.join(map(str, path)) for path in new]}")
+    print(json.dumps(["".join(map(str, path)) for path in chosen]))
+
+
+def with_tables(conversations, texts, tops, order: int):
+    """Texts with a table that has learned all that came before each of their positions."""
     table: dict[tuple[int, ...], np.ndarray] = {}
-    worth: collections.Counter[tuple[int, ...]] = collections.Counter()
-    positions = 0
     for (prompt, _), text, top in zip(conversations, texts, tops):
 
         def learn(i: int, text=text, top=top) -> None:
-            for order in range(1, args.order + 1):
-                if i + 1 >= order:
-                    table[tuple(text[i + 1 - order : i + 1])] = top[i]
+            for n in range(1, min(order, i + 1) + 1):
+                table[tuple(text[i + 1 - n : i + 1])] = top[i]
 
-        for i in range(min(len(prompt) - 1, len(text))):
-            learn(i)
-        for i in range(len(prompt), len(text) - 1):
-            positions += 1
-            path: list[int] = []
-            for j in range(i, min(i + MAX_DEPTH, len(text) - 1)):
-                row = None
-                for order in range(args.order, 0, -1):
-                    row = table.get(tuple(text[j + 1 - order : j + 1]))
-                    if row is not None:
-                        break
-                rank = np.flatnonzero(row == text[j + 1]) if row is not None else []
-                if not len(rank):
-                    break
-                path.append(int(rank[0]))
-                worth[tuple(path)] += 1
-            learn(i)
-    chosen = [path for path, _ in worth.most_common(args.nodes * 4)]
-    chosen.sort(key=lambda path: (-worth[path], len(path), path))
-    chosen = chosen[: args.nodes]
-    expected = 1.0
-    for n, path in enumerate(chosen, 1):
-        expected += worth[path] / positions
-        print(f"{n:3d}  {''.join(map(str, path)):12s} {worth[path] / positions:.4f}  acceptance {expected:.3f}")
-    print(json.dumps(["".join(map(str, path)) for path in chosen]))
+        yield prompt, text, table, learn
+
+
+def trace(prompt, text, table, learn, order: int) -> list[tuple[int, ...]]:
+    """For every answer position, the path of ranks along which the table predicts what follows."""
+    for i in range(min(len(prompt) - 1, len(text))):
+        learn(i)
+    paths = []
+    for i in range(len(prompt), len(text) - 1):
+        path: list[int] = []
+        for j in range(i, min(i + MAX_DEPTH, len(text) - 1)):
+            contexts = (tuple(text[j + 1 - n : j + 1]) for n in range(order, 0, -1))
+            row = next((table[context] for context in contexts if context in table), np.zeros(0))
+            rank = np.flatnonzero(row == text[j + 1])
+            if not len(rank):
+                break
+            path.append(int(rank[0]))
+        paths.append(tuple(path))
+        learn(i)
+    return paths
+
+
+def replay(traces, template) -> tuple[collections.Counter, float]:
+    """Decodes the texts with a template: how often each path was right at a round's start, and the acceptance."""
+    worth: collections.Counter[tuple[int, ...]] = collections.Counter()
+    rounds = tokens = 0
+    for paths in traces:
+        at = 0
+        while at < len(paths):
+            path = paths[at]
+            worth.update(path[:n] for n in range(1, len(path) + 1))
+            accepted = 0
+            while accepted < len(path) and path[: accepted + 1] in template:
+                accepted += 1
+            rounds += 1
+            tokens += accepted + 1
+            at += accepted + 1
+    return worth, tokens / rounds
 
 
 if __name__ == "__main__":

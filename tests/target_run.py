@@ -46,12 +46,13 @@ def golden_configs() -> dict[str, dict[str, Any]]:
     }  # fmt: skip
     llama3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
               "original_max_position_embeddings": 16}  # fmt: skip
+    linear = {"rope_type": "linear", "factor": 4.0}
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
     changes = {
         "llama": {},
         "llama llama3 biased": {"rope_scaling": llama3, "tie_word_embeddings": False, "head_dim": 12,
                                 "attention_bias": True, "mlp_bias": True},
-        "qwen2 linear": {"rope_scaling": {"rope_type": "linear", "factor": 4.0}, "tie_word_embeddings": False},
+        "qwen2 linear": {"rope_scaling": linear, "tie_word_embeddings": False},
         "qwen2 yarn": {"rope_scaling": yarn},
         "qwen3": {"head_dim": 12},
         "qwen3 yarn biased": {"rope_scaling": yarn | {"mscale": 1.0, "mscale_all_dim": 0.5}, "head_dim": 12,

@@ -1,5 +1,6 @@
 """The target model against transformers on torch: tiny random models of every kind, and SmolLM2."""
 
+import copy
 import importlib
 import itertools
 import json
@@ -29,8 +30,9 @@ ROPES = {
     "llama3": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                "original_max_position_embeddings": 16},
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
-    "yarn with factors": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "mscale": 1.0,
-                          "mscale_all_dim": 0.5, "beta_fast": 16, "beta_slow": 2, "truncate": False},
+    "yarn with factors": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16,
+                          "mscale": 1.0, "mscale_all_dim": 0.5, "beta_fast": 16, "beta_slow": 2,
+                          "truncate": False},
 }  # fmt: skip
 # tied, head_dim unlike width / heads, biases where the family leaves the choice
 SHAPES = [(True, False, False), (False, True, True), (True, True, True), (False, False, False)]
@@ -41,7 +43,7 @@ def hf_config(family: str, kind: str, tied: bool, unequal: bool, biased: bool) -
         "model_type": family, "vocab_size": 96, "hidden_size": 48, "intermediate_size": 80,
         "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-6,
         "head_dim": 20 if unequal else 12, "max_position_embeddings": 64, "tie_word_embeddings": tied,
-        "rope_theta": 1e4, "rope_scaling": ROPES[kind] and dict(ROPES[kind]), "eos_token_id": 2, "bos_token_id": 1,
+        "rope_theta": 1e4, "rope_scaling": copy.copy(ROPES[kind]), "eos_token_id": 2, "bos_token_id": 1,
     }  # fmt: skip
     if family != "qwen2":
         base["attention_bias"] = biased

@@ -19,7 +19,7 @@ def randomize(model: torch.nn.Module, seed: int = 0, std: float = 0.2) -> None:
 
 
 def run(model, config: ModelConfig, prompt: np.ndarray, tree: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Logits [P + N, V] and taps [3, P + N, M]: each node of the tree by a forward pass over its whole path."""
+    """Logits [P + N, V] and taps [3, P + N, M]; each node of the tree by a forward pass over its path."""
     logits, taps = _forward(model, config, prompt)
     for path in paths():
         node_logits, node_taps = _forward(model, config, np.concatenate([prompt, tree[path]]))
