@@ -6,7 +6,7 @@
 
 from graft_jax import sampling, verify
 from graft_jax.config import ModelConfig, RopeConfig
-from graft_jax.decode import DecodeSpec, DecodeState, begin, decode_step, init_state, prefill_chunk, run
+from graft_jax.decode import DecodeSpec, DecodeState, decode_step, init_state, prefill_chunk, run
 from graft_jax.drafters.base import Draft, Drafter, Params
 from graft_jax.engine import SpeculativeDecoder
 from graft_jax.methods import METHODS, Options
@@ -32,7 +32,6 @@ __all__ = [
     "SpeculativeDecoder",
     "Stats",
     "Verdict",
-    "begin",
     "decode_step",
     "init_state",
     "prefill_chunk",

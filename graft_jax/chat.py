@@ -105,9 +105,7 @@ def _environment() -> jinja2.Environment:
 
 def _to_json(value: Any, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
     # Jinja's own filter escapes HTML characters.
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise(message: str):

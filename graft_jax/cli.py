@@ -136,7 +136,9 @@ def _summary(decoder, result, comparison: dict[str, Any] | None) -> Table:
     stats = result.stats
     table = Table(show_header=False, title=f"{decoder.method} on {decoder.name}, {decoder.dtype}")
     table.add_row("new tokens", f"{stats.new_tokens} ({result.finish_reason})")
-    table.add_row("time to first token", f"{stats.prefill_seconds:.2f} s (and {stats.compile_seconds:.1f} s compiling)")
+    table.add_row(
+        "time to first token", f"{stats.first_token_seconds:.2f} s (and {stats.compile_seconds:.1f} s compiling)"
+    )
     table.add_row("tokens/s", f"{stats.tokens_per_second:.1f}")
     table.add_row("mean acceptance length", f"{stats.mean_acceptance_length:.2f} tokens a round")
     if comparison is not None:
@@ -169,9 +171,7 @@ def _info(args: argparse.Namespace, console: Console) -> int:
         "versions": _versions(),
         "compilation_cache": jax.config.jax_compilation_cache_dir,
         "models": models,
-        "methods": {
-            name: {"summary": m.summary, "needs": m.needs, "from": m.paper} for name, m in METHODS.items()
-        },
+        "methods": {name: {"summary": m.summary, "needs": m.needs, "from": m.paper} for name, m in METHODS.items()},
     }
     if args.json:
         print(json.dumps(report))

@@ -93,9 +93,7 @@ class RopeConfig:
                 f"low_freq_factor={self.low_freq_factor!r}"
             )
         if self.kind == "yarn" and not min(self.beta_fast, self.beta_slow) > 0:
-            raise ValueError(
-                f"rope beta_fast={self.beta_fast!r} and beta_slow={self.beta_slow!r} must be above 0"
-            )
+            raise ValueError(f"rope beta_fast={self.beta_fast!r} and beta_slow={self.beta_slow!r} must be above 0")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -142,25 +140,19 @@ class ModelConfig:
         if not 0 <= self.rms_norm_eps < 1:
             raise ValueError(f"rms_norm_eps={self.rms_norm_eps} must be a number from 0 to 1")
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_heads={self.num_heads} must be divisible by num_kv_heads={self.num_kv_heads}"
-            )
+            raise ValueError(f"num_heads={self.num_heads} must be divisible by num_kv_heads={self.num_kv_heads}")
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} must be even, for rope turns pairs")
         if not self.num_tokens:
             object.__setattr__(self, "num_tokens", self.vocab_size)
         if not 0 < self.num_tokens <= self.vocab_size:
-            raise ValueError(
-                f"num_tokens={self.num_tokens} must be between 1 and vocab_size={self.vocab_size}"
-            )
+            raise ValueError(f"num_tokens={self.num_tokens} must be between 1 and vocab_size={self.vocab_size}")
         for token in self.eos_token_ids:
             if not 0 <= token < self.vocab_size:
                 raise ValueError(f"eos_token_id {token} is outside the vocabulary of {self.vocab_size}")
 
     @classmethod
-    def from_hf(
-        cls, config: Mapping[str, Any], *, strict: bool = False, where: str = "config.json"
-    ) -> "ModelConfig":
+    def from_hf(cls, config: Mapping[str, Any], *, strict: bool = False, where: str = "config.json") -> "ModelConfig":
         """Reads a Hugging Face `config.json`.
 
         Args:
@@ -188,8 +180,7 @@ class ModelConfig:
         layer_types = reader.take("layer_types", (list, type(None)), None) or []
         if windowed or any(kind != "full_attention" for kind in layer_types):
             raise ValueError(
-                f"{where}: sliding_window={sliding_window} is in use and not supported; "
-                "only full attention is"
+                f"{where}: sliding_window={sliding_window} is in use and not supported; only full attention is"
             )
         eos = reader.take("eos_token_id", (int, list, type(None)), None)
         eos = [eos] if isinstance(eos, int) else eos or []
@@ -315,17 +306,13 @@ def _read_rope(reader: Reader, max_position: int) -> RopeConfig:
     if kind not in ROPE_KINDS:
         raise ValueError(f"{where}: rope_type {kind!r} is not supported; use one of {ROPE_KINDS}")
     if inner.number("partial_rotary_factor", 1.0) != 1:
-        raise ValueError(
-            f"{where}: partial_rotary_factor={inner.config['partial_rotary_factor']!r} is not supported"
-        )
+        raise ValueError(f"{where}: partial_rotary_factor={inner.config['partial_rotary_factor']!r} is not supported")
     numbers = {
         key: inner.number(key, None)
         for key in ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow",
                     "attention_factor", "mscale", "mscale_all_dim")
     }  # fmt: skip
-    needed = {"default": (), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}.get(
-        kind, ("factor",)
-    )
+    needed = {"default": (), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}.get(kind, ("factor",))
     for key in needed:
         if numbers[key] is None:
             raise ValueError(f"{where}: rope_type {kind!r} needs {key}")

@@ -15,7 +15,7 @@ from graft_jax.config import ModelConfig
 from graft_jax.drafters.base import Drafter, DraftState, Memory, Params
 from graft_jax.models import cache as kv
 from graft_jax.models import transformer
-from graft_jax.sampling import Sampling, choose
+from graft_jax.sampling import Sampling, scores
 from graft_jax.tree import structure
 from graft_jax.tree.structure import NUM_SOURCES, DraftTree
 from graft_jax.types import Array, Bool, Float, Int, StopReason
@@ -63,7 +63,7 @@ class Statistics:
     """Sums over the rounds of each row. Depth 0 is the root; what follows a stop token is not counted."""
 
     rounds: Int[Array, "B"]
-    emitted: Int[Array, "B"]  # tokens committed by rounds, the bonus included
+    emitted: Int[Array, "B"]  # new tokens, the bonus included
     forwards: Int[Array, "B"]  # drafter forward passes
     drafted_by_source: Int[Array, "B 3"]
     accepted_by_source: Int[Array, "B 3"]
@@ -135,50 +135,43 @@ def init_state(
 
 def prefill_chunk(
     spec: DecodeSpec, params: Params, state: DecodeState, start: Int[Array, ""], size: int
-) -> tuple[DecodeState, Float[Array, "B V"]]:
+) -> DecodeState:
     """Runs prompt positions `start ... start + size - 1` of all rows; chunks follow one another from 0.
+
+    The last prompt token is left out: it is the root of the first round, so that every round, the first one
+    too, starts from the same kind of state. A prompt of one token needs no prefill.
 
     Args:
         size: rows of the chunk, static; the last chunk may reach up to 15 rows behind the longest prompt.
-
-    Returns:
-        The state, and the logits after each row's last prompt position in this chunk.
     """
     B = state.tokens.shape[0]
-    offsets = jnp.arange(size)
-    positions = (start + offsets)[None, :] + jnp.zeros((B, 1), jnp.int32)
+    positions = jnp.broadcast_to((start + jnp.arange(size))[None, :], (B, size))
     padded = jnp.pad(state.tokens, ((0, 0), (0, 1)))
     tokens = jax.lax.dynamic_slice_in_dim(padded, start, size, axis=1)
     next_tokens = jax.lax.dynamic_slice_in_dim(padded, start + 1, size, axis=1)
-    valid = positions < state.prompt_length[:, None]
-    causal = jnp.broadcast_to(jnp.tri(size, dtype=bool), (B, size, size))
-    cached = jnp.zeros(B, jnp.int32) + start
+    valid = positions < state.prompt_length[:, None] - 1
+    causal = jnp.broadcast_to(jnp.tri(size, dtype=bool)[None], (B, size, size))
+    cached = jnp.broadcast_to(start, (B,))
     out = transformer.forward(
         spec.model, params.target, tokens, positions, causal, state.cache, cached,
         spec.drafter.taps, spec.attention_block,
     )  # fmt: skip
-    last = jnp.clip(state.prompt_length - 1 - start, 0, size - 1)
+    logits = None
     if spec.drafter.wants_logits:
         logits = transformer.logits(spec.model, params.target, out.hidden)
-        last_logits = jnp.take_along_axis(logits, last[:, None, None], axis=1)[:, 0]
-    else:
-        logits = None
-        hidden = jnp.take_along_axis(out.hidden, last[:, None, None], axis=1)
-        last_logits = transformer.logits(spec.model, params.target, hidden)[:, 0]
-    state = state.replace(
+    return state.replace(
         length=state.length + valid.sum(axis=1, dtype=jnp.int32),
         cache=kv.commit_chunk(state.cache, out.block, start, valid),
-        draft=spec.drafter.prefill(
-            params, state.draft, tokens, next_tokens, positions, valid, out.taps, logits
-        ),
+        draft=spec.drafter.prefill(params, state.draft, tokens, next_tokens, positions, valid, out.taps, logits),
     )
-    return state, last_logits
 
 
-def begin(state: DecodeState, logits: Float[Array, "B V"]) -> DecodeState:
-    """Chooses the first new token, the first round's root, from the prompt's last logits."""
-    token = choose(logits, state.sampling, state.length)
-    return _append(state, token[:, None], jnp.ones_like(token), state.length)[0]
+def next_scores(spec: DecodeSpec, params: Params, state: DecodeState) -> Float[Array, "B V"]:
+    """The scores among which plain decoding chooses the token after the root (see `sampling.scores`)."""
+    root = state.tokens[jnp.arange(state.tokens.shape[0]), state.length]
+    tree = structure.root_only(root)
+    logits, _, _ = _target(spec, params, tree, state.cache, state.length)
+    return scores(logits[:, 0], state.sampling, state.length + 1)
 
 
 def decode_step(spec: DecodeSpec, params: Params, state: DecodeState) -> DecodeState:
@@ -192,9 +185,7 @@ def decode_step(spec: DecodeSpec, params: Params, state: DecodeState) -> DecodeS
     with jax.named_scope("verify"):
         logits, taps, block = _verify(spec, params, tree, state.cache, state.length, active)
     with jax.named_scope("accept"):
-        verdict = verify.accept(
-            tree, logits, state.sampling, state.length, active, spec.drafter.max_depth
-        )
+        verdict = verify.accept(tree, logits, state.sampling, state.length, active, spec.drafter.max_depth)
     with jax.named_scope("commit"):
         cache = kv.commit(state.cache, block, verdict.path, state.length)
         before = state.replace(cache=cache)
@@ -223,20 +214,13 @@ def run(spec: DecodeSpec, params: Params, state: DecodeState, max_rounds: Int[Ar
 
 def _verify(spec: DecodeSpec, params: Params, tree: DraftTree, cache, length, active):
     """The target at every node, over the smallest row bucket that holds all active trees."""
-    N, V = tree.capacity, spec.model.vocab_size
+    N = tree.capacity
 
     def rows(T: int):
-        parents = tree.parents[:, :T]
-        mask = structure.ancestor_mask(parents, spec.drafter.max_depth)
-        positions = length[:, None] + tree.depth[:, :T]
-        out = transformer.forward(
-            spec.model, params.target, tree.tokens[:, :T], positions, mask, cache, length,
-            spec.drafter.taps, spec.attention_block,
-        )  # fmt: skip
-        logits = transformer.logits(spec.model, params.target, out.hidden)
+        part = jax.tree.map(lambda x: x[:, :T], tree)
         return jax.tree.map(
             lambda x: jnp.pad(x, [(0, 0), (0, N - T)] + [(0, 0)] * (x.ndim - 2)),
-            (logits, out.taps, out.block),
+            _target(spec, params, part, cache, length),
         )
 
     if len(spec.buckets) == 1:
@@ -244,6 +228,16 @@ def _verify(spec: DecodeSpec, params: Params, tree: DraftTree, cache, length, ac
     used = jnp.where(tree.valid & active[:, None], jnp.arange(N)[None, :] + 1, 1).max()
     index = jnp.searchsorted(jnp.array(spec.buckets), used)
     return jax.lax.switch(index, [lambda T=T: rows(T) for T in spec.buckets])
+
+
+def _target(spec: DecodeSpec, params: Params, tree: DraftTree, cache, length):
+    """Logits, taps and the block of new keys and values at every node of a tree."""
+    out = transformer.forward(
+        spec.model, params.target, tree.tokens, length[:, None] + tree.depth,
+        structure.ancestor_mask(tree.parents, spec.drafter.max_depth), cache, length,
+        spec.drafter.taps, spec.attention_block,
+    )  # fmt: skip
+    return transformer.logits(spec.model, params.target, out.hidden), out.taps, out.block
 
 
 def _append(

@@ -13,14 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from graft_jax import decode, methods, sampling
+from graft_jax import methods, sampling
 from graft_jax.config import ModelConfig
 from graft_jax.decode import MAX_STOP_TOKENS, DecodeSpec, DecodeState
 from graft_jax.drafters.base import Drafter, Params
 from graft_jax.io.checkpoint import load_target
 from graft_jax.models.transformer import TargetParams
-from graft_jax.prompts import Prompt, encode_prompt, split_prompts
 from graft_jax.programs import Programs, chunk_plan
+from graft_jax.prompts import Prompt, encode_prompt, split_prompts
 from graft_jax.results import Chunk, Generation, row_stats
 from graft_jax.tokenizer import Tokenizer
 from graft_jax.tree.templates import Template
@@ -220,12 +220,12 @@ class SpeculativeDecoder:
         self, tokens: Sequence[int], first: int, second: int, request: Request, row: int = 0, batch: int = 1
     ) -> float:
         """How far plain decoding preferred `first` to `second` after `tokens`, noise included."""
-        plain = self.with_method("ar") if self.method != "ar" else self
-        session = _Session(plain, [list(tokens)], dataclasses.replace(
-            request, seed=[request.seeds(batch)[row]], max_new_tokens=1))  # fmt: skip
-        logits = session.prefill()
-        values = sampling.scores(logits, session.sampling, jnp.array([len(tokens)]))
-        return float(values[0, first] - values[0, second])
+        plain = self if self.method == "ar" else self.with_method("ar")
+        request = dataclasses.replace(request, seed=[request.seeds(batch)[row]], budget=None)
+        session = _Session(plain, [list(tokens)], request)
+        session.prefill()
+        scores = plain.programs.next_scores(plain.params, session.state)
+        return float(scores[0, first] - scores[0, second])
 
     @property
     def policy(self) -> dict[str, Any]:
@@ -255,9 +255,7 @@ class SpeculativeDecoder:
             ValueError: the file fits another vocabulary or other options.
         """
         fresh = jax.eval_shape(
-            lambda params: self.spec.drafter.memory(
-                self.spec.drafter.init(params, 1, self.spec.max_length, None)
-            ),
+            lambda params: self.spec.drafter.memory(self.spec.drafter.init(params, 1, self.spec.max_length, None)),
             self.params,
         )
         wanted, tree = jax.tree.flatten(fresh)
@@ -281,8 +279,7 @@ class _Session:
         for ids in prompts:
             if len(ids) >= spec.max_length:
                 raise ValueError(
-                    f"the prompt has {len(ids)} tokens, which leaves no room for new ones: "
-                    f"max_length={spec.max_length}"
+                    f"the prompt has {len(ids)} tokens, which leaves no room for new ones: max_length={spec.max_length}"
                 )
         batch = len(prompts)
         self.sampling = request.sampling(batch)
@@ -291,7 +288,8 @@ class _Session:
         for row, ids in zip(self._padded, prompts):
             row[: len(ids)] = ids
         self.stop_ids = self._stop_ids()
-        self.prefill_seconds = self.decode_seconds = self.compile_seconds = 0.0
+        names = ("prefill_seconds", "first_token_seconds", "decode_seconds", "compile_seconds")
+        self.seconds = dict.fromkeys(names, 0.0)
         self.state: DecodeState | None = None
         self.tokens = self._padded
         self.lengths = self.prompt_lengths.copy()
@@ -310,8 +308,8 @@ class _Session:
             raise ValueError(f"{len(ids)} stop tokens; at most {MAX_STOP_TOKENS} are supported")
         return list(ids)
 
-    def prefill(self) -> jax.Array:
-        """Fills the cache; returns the logits after each prompt."""
+    def prefill(self) -> None:
+        """Fills the cache with the prompts but for their last tokens."""
         decoder, request = self.decoder, self.request
         spec, programs, batch = decoder.spec, decoder.programs, len(self.prompt_lengths)
         budget = spec.drafter.capacity if request.budget is None else request.budget
@@ -325,27 +323,24 @@ class _Session:
             jnp.asarray(limit, jnp.int32), jnp.full(batch, budget, jnp.int32),
             jnp.asarray(stops, jnp.int32), self.sampling, memory,
         )  # fmt: skip
-        last = None
-        for start, size in chunk_plan(int(self.prompt_lengths.max())):
-            self.state, logits = programs.prefill(decoder.params, self.state, start, size)
-            ends_here = (self.prompt_lengths > start) & (self.prompt_lengths <= start + size)
-            last = logits if last is None else jnp.where(jnp.asarray(ends_here)[:, None], logits, last)
-        assert last is not None
-        return last
+        for start, size in chunk_plan(int(self.prompt_lengths.max()) - 1):
+            self.state = programs.prefill(decoder.params, self.state, start, size)
+        jax.block_until_ready(self.state)
 
     def slices(self, rounds: int) -> Iterator[None]:
-        """Prefills, then runs `rounds` rounds between two yields; yields at least once."""
+        """Prefills, runs one round, then `rounds` rounds between two yields."""
         programs = self.decoder.programs
         try:
             with self._clock("prefill_seconds"):
-                logits = self.prefill()
-                self.state = programs.begin(self.state, logits)
-                self._look()
-            yield
+                self.prefill()
             while self.running:
                 with self._clock("decode_seconds"):
-                    self.state = programs.run(self.decoder.params, self.state, rounds)
+                    # The first round alone: its tokens are there as soon as they can be.
+                    self.state = programs.run(self.decoder.params, self.state, rounds if self.seconds["decode_seconds"] else 1)
                     self._look()
+                if not self.seconds["first_token_seconds"]:
+                    passed = self.seconds["prefill_seconds"] + self.seconds["decode_seconds"]
+                    self.seconds["first_token_seconds"] = passed
                 yield
         finally:
             # Also after an error in between: what was learned so far stays.
@@ -367,8 +362,8 @@ class _Session:
         start, compiled = time.perf_counter(), programs.compile_seconds
         yield
         compiling = programs.compile_seconds - compiled
-        self.compile_seconds += compiling
-        setattr(self, name, getattr(self, name) + time.perf_counter() - start - compiling)
+        self.seconds["compile_seconds"] += compiling
+        self.seconds[name] += time.perf_counter() - start - compiling
 
     def results(self) -> list[Generation]:
         """The rows as they stand."""
@@ -380,16 +375,10 @@ class _Session:
             ids = self.tokens[row, start:end].tolist()
             reason = StopReason(int(self.reasons[row]))
             reason = StopReason.INTERRUPTED if reason == StopReason.RUNNING else reason
-            stats = row_stats(
-                statistics, row, new_tokens=len(ids), prefill_seconds=self.prefill_seconds,
-                decode_seconds=self.decode_seconds, compile_seconds=self.compile_seconds,
-                policy=decoder.policy,
-            )  # fmt: skip
+            stats = row_stats(statistics, row, new_tokens=len(ids), policy=decoder.policy, seconds=self.seconds)
             text = decoder.tokenizer.decode(ids) if decoder.tokenizer else ""
             results.append(
-                Generation(
-                    prompt_tokens=int(start), token_ids=ids, text=text, finish_reason=reason.label, stats=stats
-                )
+                Generation(prompt_tokens=int(start), token_ids=ids, text=text, finish_reason=reason.label, stats=stats)
             )
         return results
 

@@ -17,7 +17,7 @@ CHUNKS = (256, 64, 16)  # prefill chunk sizes
 
 
 def chunk_plan(length: int) -> list[tuple[int, int]]:
-    """(start, size) of the prefill chunks of a prompt; the last one is the smallest that holds the rest."""
+    """(start, size) of the chunks that hold `length` positions; the last one is the smallest that holds the rest."""
     plan, start = [], 0
     while start < length:
         left = length - start
@@ -40,7 +40,7 @@ class Programs:
         batch, has_memory = args[1].shape[0], args[-1] is not None
         return self._call(("init", batch, has_memory), decode.init_state, (7,), args)
 
-    def prefill(self, params, state, start: int, size: int):
+    def prefill(self, params, state, start: int, size: int) -> decode.DecodeState:
         def chunk(spec, params, state, start):
             return decode.prefill_chunk(spec, params, state, start, size)
 
@@ -48,15 +48,12 @@ class Programs:
         start = jax.numpy.int32(start)
         return self._call(("prefill", state.tokens.shape[0], size), chunk, (1,), (params, state, start))
 
-    def begin(self, state, logits) -> decode.DecodeState:
-        def begin(spec, state, logits):
-            return decode.begin(state, logits)
-
-        return self._call(("begin", state.tokens.shape[0]), begin, (0,), (state, logits))
-
     def run(self, params, state, rounds: int) -> decode.DecodeState:
         rounds = jax.numpy.int32(rounds)
         return self._call(("run", state.tokens.shape[0]), decode.run, (1,), (params, state, rounds))
+
+    def next_scores(self, params, state) -> jax.Array:
+        return self._call(("next_scores", state.tokens.shape[0]), decode.next_scores, (), (params, state))
 
     def _call(self, key: tuple, function: Callable, donate: tuple[int, ...], args: tuple) -> Any:
         if key not in self.compiled:

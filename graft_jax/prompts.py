@@ -43,9 +43,7 @@ def encode_prompt(
         ids = [int(item) for item in prompt]  # type: ignore[arg-type]
         for i, token in enumerate(ids):
             if not 0 <= token < config.vocab_size:
-                raise ValueError(
-                    f"prompt id {token} at position {i} is outside the vocabulary of {config.vocab_size}"
-                )
+                raise ValueError(f"prompt id {token} at position {i} is outside the vocabulary of {config.vocab_size}")
     elif tokenizer is None:
         raise ValueError("the model has no tokenizer; give the prompt as token ids")
     elif isinstance(prompt, str):

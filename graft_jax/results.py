@@ -14,16 +14,17 @@ class Stats:
     """Numbers of one row.
 
     Attributes:
-        new_tokens: tokens generated, the first one (from prefill) included.
-        rounds: target passes after prefill.
+        new_tokens: tokens generated.
+        rounds: target passes after the prompt's.
         mean_acceptance_length: tokens a round, the bonus included; tokens after a stop are not counted.
         acceptance_histogram: entry n counts rounds in which n drafted tokens were accepted.
         drafted, accepted: tree nodes by source ("drafted" by a model, "retrieved" from the table).
         drafted_by_depth, accepted_by_depth: the same by depth, from depth 1.
         draft_forwards: drafter passes.
-        prefill_seconds: from the call to the first token, compiling not counted.
+        prefill_seconds: the prompt's passes, compiling not counted.
+        first_token_seconds: the prompt's passes and the first round.
         decode_seconds: all rounds of the batch, compiling not counted.
-        tokens_per_second: tokens of the rounds a decode second.
+        tokens_per_second: new tokens a decode second.
         compile_seconds: what compiling cost this call; 0 when everything was there.
         policy: which drafting policy was used.
     """
@@ -38,6 +39,7 @@ class Stats:
     accepted_by_depth: list[int]
     draft_forwards: int
     prefill_seconds: float
+    first_token_seconds: float
     decode_seconds: float
     tokens_per_second: float
     compile_seconds: float
@@ -75,16 +77,9 @@ class Chunk:
 
 
 def row_stats(
-    statistics: Statistics,
-    row: int,
-    *,
-    new_tokens: int,
-    prefill_seconds: float,
-    decode_seconds: float,
-    compile_seconds: float,
-    policy: dict[str, Any],
+    statistics: Statistics, row: int, *, new_tokens: int, policy: dict[str, Any], seconds: dict[str, float]
 ) -> Stats:
-    """Picks one row out of the state's statistics (as NumPy arrays)."""
+    """Picks one row out of the state's statistics (as NumPy arrays); `seconds` are the fields of that name."""
 
     def pick(name: str) -> np.ndarray:
         return np.asarray(getattr(statistics, name))[row]
@@ -102,9 +97,7 @@ def row_stats(
         drafted_by_depth=pick("drafted_by_depth")[1:].tolist(),
         accepted_by_depth=pick("accepted_by_depth")[1:].tolist(),
         draft_forwards=int(pick("forwards")),
-        prefill_seconds=prefill_seconds,
-        decode_seconds=decode_seconds,
-        tokens_per_second=emitted / decode_seconds if decode_seconds > 0 else 0.0,
-        compile_seconds=compile_seconds,
+        **seconds,
+        tokens_per_second=emitted / seconds["decode_seconds"] if seconds["decode_seconds"] > 0 else 0.0,
         policy=policy,
     )

@@ -74,9 +74,7 @@ def first_argmax(scores: Float[Array, "*N V"]) -> Int[Array, "*N"]:
     return jnp.minimum(index.min(axis=-1), V - 1)  # all-NaN rows stay inside the vocabulary
 
 
-def choose(
-    logits: Float[Array, "B V"], sampling: Sampling, position: Int[Array, "B"]
-) -> Int[Array, "B"]:
+def choose(logits: Float[Array, "B V"], sampling: Sampling, position: Int[Array, "B"]) -> Int[Array, "B"]:
     """The token that the target puts at `position`, given the logits of the position before.
 
     Args:
@@ -86,9 +84,7 @@ def choose(
     return first_argmax(scores(logits, sampling, position))
 
 
-def scores(
-    logits: Float[Array, "B V"], sampling: Sampling, position: Int[Array, "B"]
-) -> Float[Array, "B V"]:
+def scores(logits: Float[Array, "B V"], sampling: Sampling, position: Int[Array, "B"]) -> Float[Array, "B V"]:
     """What `choose` takes the arg-max of; differences between two tokens are the margin of the choice."""
 
     def sampled() -> Array:

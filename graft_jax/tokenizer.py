@@ -42,9 +42,7 @@ class Tokenizer:
         added = {token.content: i for i, token in backend.get_added_tokens_decoder().items() if token.special}
         self.special_ids = frozenset(added.values())
         ends += [token for token in END_TOKENS if token in added]
-        self.stop_ids: tuple[int, ...] = tuple(
-            dict.fromkeys(vocabulary[end] for end in ends if end in vocabulary)
-        )
+        self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys(vocabulary[end] for end in ends if end in vocabulary))
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any], where: str) -> "Tokenizer | None":
@@ -58,9 +56,7 @@ class Tokenizer:
         backend, special = tokenizer_build.from_gguf(metadata, where)
         template = metadata.get("tokenizer.chat_template")
         if not isinstance(template, str | None):
-            raise ValueError(
-                f"{where}: tokenizer.chat_template must be a text, got a {type(template).__name__}"
-            )
+            raise ValueError(f"{where}: tokenizer.chat_template must be a text, got a {type(template).__name__}")
         return cls(backend, special, template, where)
 
     @classmethod
@@ -115,8 +111,7 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise ValueError(
-                f"text holds the lone surrogate {text[error.start]!r} at position {error.start}, which is no "
-                "character"
+                f"text holds the lone surrogate {text[error.start]!r} at position {error.start}, which is no character"
             ) from None
         return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
@@ -222,9 +217,7 @@ def _folder_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
         template = named.get("default")
     if not isinstance(template, str | None):
-        raise ValueError(
-            f"{folder / 'tokenizer_config.json'}: chat_template must be a text or a list of named ones"
-        )
+        raise ValueError(f"{folder / 'tokenizer_config.json'}: chat_template must be a text or a list of named ones")
     return template
 
 

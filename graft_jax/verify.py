@@ -69,6 +69,4 @@ def accept(
     zero, grid = jnp.zeros(B, jnp.int32), jnp.zeros((B, P), jnp.int32)
     start = (jnp.int32(0), zero, active, grid, grid, zero, zero)
     _, _, _, path, tokens, accepted, bonus = jax.lax.while_loop(lambda c: c[2].any(), step, start)
-    return Verdict(
-        path=path, num_accepted=accepted, tokens=tokens, count=accepted + 1, bonus=bonus, active=active
-    )
+    return Verdict(path=path, num_accepted=accepted, tokens=tokens, count=accepted + 1, bonus=bonus, active=active)

@@ -73,8 +73,7 @@ def _state_after_prompt(spec, params, settings, memory):
         jnp.full(decode.MAX_STOP_TOKENS, -1), sampling.make([0], **settings), memory,
     )  # fmt: skip
     prefill = jax.jit(decode.prefill_chunk, static_argnums=(0, 4))
-    state, logits = prefill(spec, params, state, jnp.int32(0), 64)
-    return decode.begin(state, logits)
+    return prefill(spec, params, state, jnp.int32(0), 64)
 
 
 def _round_and_forward(spec, params, state, rounds: int) -> dict[str, float]:
@@ -145,8 +144,8 @@ def _record(plain, prompt, outs, settings) -> dict:
         ids = encode_prompt(prompt, plain.tokenizer, plain.config, system=None, raw=False)
         margin = plain.margin(ids + base.token_ids[:at], base.token_ids[at], mine.token_ids[at], Request(**settings))
     return {
-        "loops": loops(base.token_ids), "emitted": len(mine.token_ids) - 1, "rounds": mine.stats.rounds,
-        "seconds": mine.stats.decode_seconds, "base_emitted": len(base.token_ids) - 1,
+        "loops": loops(base.token_ids), "emitted": len(mine.token_ids), "rounds": mine.stats.rounds,
+        "seconds": mine.stats.decode_seconds, "base_emitted": len(base.token_ids),
         "base_seconds": base.stats.decode_seconds, "equal": at is None, "margin": margin,
     }  # fmt: skip
 
@@ -157,7 +156,9 @@ def _summaries(records: list[dict], settings: dict) -> list[dict]:
     groups["all, no looping answers"] = [r for r in records if not r["loops"]]
     rows = []
     for name, group in groups.items():
-        total = {key: sum(r[key] for r in group) for key in ("emitted", "rounds", "seconds", "base_emitted", "base_seconds")}
+        total = {
+            key: sum(r[key] for r in group) for key in ("emitted", "rounds", "seconds", "base_emitted", "base_seconds")
+        }
         if not total["rounds"]:
             continue
         rows.append({

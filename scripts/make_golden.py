@@ -47,9 +47,7 @@ def smollm2() -> dict[str, np.ndarray]:
     model.load_state_dict(state, strict=False)
     config, _, tokenizer = load_target("smollm2-135m", dtype="bfloat16")
     assert tokenizer is not None
-    ids = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "Name three colours of the rainbow, please."}]
-    )
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": "Name three colours of the rainbow, please."}])
     prompt, tree = np.array((ids * 2)[: target_run.PROMPT]), np.arange(target_run.NODES) * 1000
     logits, _ = torch_run.run(model, config, prompt, tree)
     best = np.argsort(-logits, axis=-1)[:, :4]

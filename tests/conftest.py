@@ -8,6 +8,7 @@ import pytest
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
+
 def _unchecked_struct(cls=None, **options):
     """`flax.struct.dataclass` whose fields are not checked: JAX also fills pytrees with shapes and placeholders."""
     made = _struct(cls, **options)

@@ -6,11 +6,11 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from toy.plain import causal_logits
 
 from graft_jax import sampling
 from graft_jax.drafters.base import Draft
 from graft_jax.tree.structure import DRAFTED, ROOT, DraftTree
-from toy.plain import causal_logits
 
 
 def naive_generate(config, params, prompt, count, settings=None, stops=()):
@@ -141,8 +141,9 @@ def tiny(name):
 
     The seeds are the first whose 41 greedy tokens after [5, 6, 7, 8] have no margin below 1e-2.
     """
-    from graft_jax.config import ModelConfig
     from tiny_checkpoints import TINY_L, TINY_Q, random_params
+
+    from graft_jax.config import ModelConfig
 
     config = ModelConfig.from_hf({"q": TINY_Q, "l": TINY_L}[name])
     config = dataclasses.replace(config, num_tokens=300)

@@ -192,9 +192,7 @@ def model_configs(draw) -> ModelConfig:
     if kind == "llama3":
         scaling |= {"low_freq_factor": 1.5, "high_freq_factor": draw(st.sampled_from([2.0, 4.0]))}
     if kind == "yarn":
-        scaling |= draw(
-            st.sampled_from([{}, {"attention_factor": 1.25}, {"mscale": 1.0, "mscale_all_dim": 0.5}])
-        )
+        scaling |= draw(st.sampled_from([{}, {"attention_factor": 1.25}, {"mscale": 1.0, "mscale_all_dim": 0.5}]))
         scaling["truncate"] = draw(st.booleans())
     bias = family == "qwen2" or draw(st.booleans())
     return ModelConfig(

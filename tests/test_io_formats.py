@@ -30,8 +30,7 @@ def whole(tensor: tensors.SourceTensor, step: int = 3) -> np.ndarray:
 def test_safetensors_reads_what_the_library_writes(tmp_path, dtype):
     rng = np.random.default_rng(0)
     wrote = {
-        name: rng.normal(size=shape).astype(dtype)
-        for name, shape in (("a", (7, 5)), ("b", (11,)), ("c", (2, 3, 4)))
+        name: rng.normal(size=shape).astype(dtype) for name, shape in (("a", (7, 5)), ("b", (11,)), ("c", (2, 3, 4)))
     }
     safetensors.numpy.save_file(wrote, tmp_path / "x.safetensors", metadata={"format": "pt"})
     found = our_safetensors.open_file(tmp_path / "x.safetensors")
@@ -168,9 +167,7 @@ def test_llama3_rope_from_gguf_divisors():
     ids=str,
 )  # fmt: skip
 def test_gguf_settings_that_are_refused(tmp_path, metadata, words):
-    config = ModelConfig.from_hf(
-        {k: v for k, v in TINY_L.items() if k != "rope_scaling"} | {"num_hidden_layers": 1}
-    )
+    config = ModelConfig.from_hf({k: v for k, v in TINY_L.items() if k != "rope_scaling"} | {"num_hidden_layers": 1})
     write_gguf(tmp_path / "x.gguf", config, random_params(config), metadata=metadata)
     with pytest.raises(ValueError) as error:
         gguf_config.read_config(our_gguf.open_file(tmp_path / "x.gguf"))
@@ -179,9 +176,7 @@ def test_gguf_settings_that_are_refused(tmp_path, metadata, words):
 
 
 def test_gguf_rope_scaling(tmp_path):
-    config = ModelConfig.from_hf(
-        {k: v for k, v in TINY_L.items() if k != "rope_scaling"} | {"num_hidden_layers": 1}
-    )
+    config = ModelConfig.from_hf({k: v for k, v in TINY_L.items() if k != "rope_scaling"} | {"num_hidden_layers": 1})
     scaling = {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0,
                "llama.rope.scaling.original_context_length": 128}  # fmt: skip
     write_gguf(tmp_path / "x.gguf", config, random_params(config), metadata=scaling)

@@ -152,9 +152,7 @@ def write_header(path, header: dict | bytes, rest: bytes, length: int | None = N
 
 HEADERS = {
     "length 0": lambda path, header, rest: write_header(path, header, rest, 0),
-    "length one less": lambda path, header, rest: write_header(
-        path, header, rest, len(json.dumps(header)) - 1
-    ),
+    "length one less": lambda path, header, rest: write_header(path, header, rest, len(json.dumps(header)) - 1),
     "length huge": lambda path, header, rest: write_header(path, header, rest, 2**63),
     "length beyond": lambda path, header, rest: write_header(path, header, rest, 10**6),
     "no json": lambda path, header, rest: write_header(path, b"pickle!", rest),
@@ -163,9 +161,7 @@ HEADERS = {
     "list": lambda path, header, rest: write_header(path, b"[1, 2]", rest),
     "empty": lambda path, header, rest: path.write_bytes(b""),
     "html": lambda path, header, rest: path.write_bytes(b"<!DOCTYPE html><html>not found</html>"),
-    "lfs pointer": lambda path, header, rest: path.write_bytes(
-        b"version https://git-lfs.github.com/spec/v1\n"
-    ),
+    "lfs pointer": lambda path, header, rest: path.write_bytes(b"version https://git-lfs.github.com/spec/v1\n"),
 }
 
 
@@ -278,9 +274,7 @@ TEXTS = {
 }
 
 
-@pytest.mark.parametrize(
-    "file, text", [(file, text) for file, texts in TEXTS.items() for text in texts], ids=repr
-)
+@pytest.mark.parametrize("file, text", [(file, text) for file, texts in TEXTS.items() for text in texts], ids=repr)
 def test_json_files(tmp_path, file, text):
     write_folder(tmp_path, SMALL, TENSORS)
     byte_tokenizer(300).save(str(tmp_path / "tokenizer.json"))
@@ -345,9 +339,7 @@ def test_gguf_metadata(tmp_path, key, value):
         "context_length", "freq_base",
     )  # fmt: skip
     # A wrong size may show first at a tensor, at another key, or under the name that Hugging Face uses.
-    assert last in message or (
-        last in sizes and re.search("tensor|heads|layers|rope_theta|max_position", message)
-    )
+    assert last in message or (last in sizes and re.search("tensor|heads|layers|rope_theta|max_position", message))
 
 
 @pytest.mark.parametrize("part", range(30))
@@ -418,9 +410,7 @@ def test_flipped_bytes_in_a_folder(tmp_path, data):
     shutil.rmtree(folder, ignore_errors=True)
     write_folder(folder, SMALL, TENSORS)
     write_tokenizer(folder)
-    file = folder / data.draw(
-        st.sampled_from(["config.json", FILE, "tokenizer.json", "tokenizer_config.json"])
-    )
+    file = folder / data.draw(st.sampled_from(["config.json", FILE, "tokenizer.json", "tokenizer_config.json"]))
     content = bytearray(file.read_bytes())
     for position in data.draw(st.lists(st.integers(0, min(len(content), 3000) - 1), min_size=1, max_size=4)):
         content[position] = data.draw(st.integers(0, 255))

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles import process_one
 
 from graft_jax import sampling, verify
 from graft_jax.tree.structure import DRAFTED, ROOT, DraftTree
-from oracles import process_one
 
 DRAWS = 200_000
 _processed = jax.jit(lambda logits, config: jax.nn.softmax(sampling.process(logits, config)))

@@ -23,6 +23,7 @@ def test_tiny_models(name):
     np.testing.assert_allclose(taps[:, rows], GOLDEN[f"{name} taps"], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.heavy
 def test_smollm2():
     """The four best next tokens of each row, and their logits."""
     config, params, _ = load_target("smollm2-135m", dtype="float32")

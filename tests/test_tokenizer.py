@@ -54,16 +54,12 @@ def sentencepiece_oracle(text: str) -> list[int]:
     ids = {token: i for i, token in enumerate(SP_TOKENS)}
     parts = list("▁" + text.replace(" ", "▁")) if text else []
     while True:
-        unions = [
-            (SP_SCORES[ids[a + b]], -i) for i, (a, b) in enumerate(zip(parts, parts[1:])) if a + b in ids
-        ]
+        unions = [(SP_SCORES[ids[a + b]], -i) for i, (a, b) in enumerate(zip(parts, parts[1:])) if a + b in ids]
         if not unions:
             break
         at = -max(unions)[1]
         parts[at : at + 2] = [parts[at] + parts[at + 1]]
-    return [
-        j for part in parts for j in ([ids[part]] if part in ids else [3 + byte for byte in part.encode()])
-    ]
+    return [j for part in parts for j in ([ids[part]] if part in ids else [3 + byte for byte in part.encode()])]
 
 
 class TestEncoding:
@@ -183,9 +179,7 @@ def sp_model(model_type: int = 2, extra_whitespace: int = 0) -> bytes:
         field(1, field(1, token.encode()) + field(2, score) + (b"" if kind == 1 else field(3, kind)))
         for token, score, kind in zip(SP_TOKENS, SP_SCORES, SP_TYPES)
     )
-    return (
-        pieces + field(2, field(3, model_type)) + field(3, field(1, b"identity") + field(4, extra_whitespace))
-    )
+    return pieces + field(2, field(3, model_type)) + field(3, field(1, b"identity") + field(4, extra_whitespace))
 
 
 class TestFromFolder:
@@ -194,9 +188,7 @@ class TestFromFolder:
         tokenizer = Tokenizer.from_folder(tmp_path)
         assert tokenizer.num_tokens == NUM_TOKENS
         assert tokenizer.stop_ids == (tokenizer.encode("<|im_end|>")[0],)
-        assert tokenizer.apply_chat_template([{"role": "user", "content": ""}]) == tokenizer.encode(
-            "<|im_start|>"
-        )
+        assert tokenizer.apply_chat_template([{"role": "user", "content": ""}]) == tokenizer.encode("<|im_start|>")
 
     def test_nothing_there(self, tmp_path):
         assert Tokenizer.from_folder(tmp_path) is None
@@ -270,9 +262,7 @@ class TestStreaming:
     def test_chunks_make_up_the_text(self, smollm2, sentencepiece, data):
         """Any ids at all: broken UTF-8, special tokens, runs of byte tokens."""
         tokenizer = data.draw(st.sampled_from([smollm2, sentencepiece, bytes_of()]))
-        token = st.one_of(
-            st.integers(0, tokenizer.num_tokens - 1), st.integers(0, min(tokenizer.num_tokens - 1, 400))
-        )
+        token = st.one_of(st.integers(0, tokenizer.num_tokens - 1), st.integers(0, min(tokenizer.num_tokens - 1, 400)))
         ids = data.draw(st.lists(token, max_size=20))
         cuts = data.draw(st.lists(st.integers(0, len(ids)), max_size=20))
         self.check(tokenizer, ids, cuts, data.draw(st.booleans()))
@@ -298,15 +288,13 @@ class TestChat:
 
     def test_smollm2(self, smollm2):
         system = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
-        expected = (
-            f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-        )
+        expected = f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
         assert smollm2.render_chat(USER) == expected
         ids = smollm2.apply_chat_template(USER)
         assert smollm2.decode(ids, False) == expected and ids[0] == 1
-        assert smollm2.render_chat(
-            [{"role": "system", "content": "S"}, *USER], add_generation_prompt=False
-        ) == ("<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n")
+        assert smollm2.render_chat([{"role": "system", "content": "S"}, *USER], add_generation_prompt=False) == (
+            "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+        )
 
     def test_vicuna(self):
         tokenizer = Tokenizer(byte_tokenizer(), {"bos_token": "<s>", "eos_token": "</s>"}, None, "here")
@@ -325,9 +313,7 @@ class TestChat:
 
     def test_blocks_leave_no_lines(self):
         assert (
-            self.render(
-                "{% for m in messages %}\n  {% if true %}\n{{ m.role }}\n  {% endif %}\n{% endfor %}\n"
-            )
+            self.render("{% for m in messages %}\n  {% if true %}\n{{ m.role }}\n  {% endif %}\n{% endfor %}\n")
             == "user\n"
         )
 
@@ -340,10 +326,7 @@ class TestChat:
 
     def test_helpers(self):
         assert self.render("{{ strftime_now('%Y') }}") == str(datetime.datetime.now().year)
-        assert (
-            self.render("{% for m in [1, 2] %}{% if m == 2 %}{% break %}{% endif %}{{ m }}{% endfor %}")
-            == "1"
-        )
+        assert self.render("{% for m in [1, 2] %}{% if m == 2 %}{% break %}{% endif %}{{ m }}{% endfor %}") == "1"
         assert self.render("{{ tools }} {{ documents }}") == "None None"
         assert self.render("{% if not enable_thinking %}no{% endif %}", enable_thinking=False) == "no"
         assert self.render("{{ messages[0]['content'].strip().split('i')[0] }}") == "H"

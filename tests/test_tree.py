@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles import ancestors
 
+from graft_jax.retrieval import fill
 from graft_jax.tree import hybrid, structure, templates
 from graft_jax.tree.structure import DRAFTED, RETRIEVED, ROOT, DraftTree
 from graft_jax.tree.templates import Template
-from oracles import ancestors
 
 parent_lists = st.integers(1, 24).flatmap(
     lambda n: st.tuples(*[st.integers(0, max(i - 1, 0)) for i in range(n)]).map(lambda p: [-1, *p[1:]])
@@ -136,7 +137,8 @@ def _merge_oracle(base, row, template, tokens, valid, keep, capacity):
     return {(): ROOT} | {path: best[path][1] for path in chosen}
 
 
-_merge = jax.jit(hybrid.merge, static_argnums=(1, 7))
+_merge = jax.jit(hybrid.merge, static_argnums=(2, 8))
+_node_paths = jax.jit(functools.partial(fill.node_paths, max_depth=6))
 
 
 @given(st.data())
@@ -155,8 +157,11 @@ def test_merge_equals_dictionary(data):
         rows.append(nodes)
     base = _base(rows)
     n = len(template)
+    closed = [template.paths.index(path[:-1]) if len(path) > 1 else None for path in template.paths]
     tokens = np.array(data.draw(st.lists(st.integers(1, 4), min_size=2 * n, max_size=2 * n))).reshape(2, n)
     valid = np.array(data.draw(st.lists(st.booleans(), min_size=2 * n, max_size=2 * n))).reshape(2, n)
+    for j, above in enumerate(closed):
+        valid[:, j] &= True if above is None else valid[:, above]
     keep, capacity = data.draw(st.integers(0, 6)), data.draw(st.sampled_from([2, 7, 16]))
     kept = min(keep, base.capacity - 1)
     priority = np.array(
@@ -164,7 +169,7 @@ def test_merge_equals_dictionary(data):
          *range(kept + 1, kept + 1 + n)]
     )[None].repeat(2, 0)  # fmt: skip
     tree = _merge(
-        base, template, jnp.zeros((2, 1), jnp.int32), jnp.ones((2, 1), bool),
+        base, _node_paths(base), template, jnp.zeros((2, 1), jnp.int32), jnp.ones((2, 1), bool),
         jnp.asarray(tokens, jnp.int32)[:, None], jnp.asarray(valid)[:, None],
         jnp.asarray(priority, jnp.int32), capacity,
     )  # fmt: skip

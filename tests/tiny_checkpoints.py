@@ -55,9 +55,7 @@ def named_tensors(config: ModelConfig, params: TargetParams) -> dict[str, np.nda
     return {name: np.array(tensor(name), order="C") for name in shapes}
 
 
-def write_folder(
-    folder: Path, config: dict[str, Any], tensors: dict[str, np.ndarray], shards: int = 1
-) -> Path:
+def write_folder(folder: Path, config: dict[str, Any], tensors: dict[str, np.ndarray], shards: int = 1) -> Path:
     """A Hugging Face folder without a tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
@@ -139,9 +137,7 @@ def write_gguf(
             }
             add[type(value)](key, value)
     tensors = named_tensors(config, params)
-    names = dict(
-        zip((s.path for s in weights.slots(config, "hf")), (s.source for s in weights.slots(config, "hf")))
-    )
+    names = dict(zip((s.path for s in weights.slots(config, "hf")), (s.source for s in weights.slots(config, "hf"))))
     out = {}
     for slot in weights.slots(config, "gguf"):
         array = tensors[names[slot.path]].astype(np.float32)

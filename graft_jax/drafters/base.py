@@ -85,8 +85,8 @@ class Drafter(Protocol):
     ) -> DraftState:
         """Sees a chunk of the prompt. The valid rows of a batch row are a prefix of the chunk.
 
-        `next_tokens` reaches across the chunk's edge; the prompt's last row has none yet (0): the root
-        that follows it is handed to the first `draft`.
+        The prompt's last token is not among them: it is the root of the first `draft`, and the last row's
+        `next_tokens` entry. So what holds after a prompt holds after every round.
         """
         ...
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from graft_jax.drafters.base import Draft, Drafter
+from graft_jax.drafters.base import Drafter
 from graft_jax.retrieval import fill
 from graft_jax.retrieval.adjacency import EMPTY, Level, SuccessorTable
 from graft_jax.tree import hybrid
@@ -119,9 +119,7 @@ class Graft:
             probabilities.reshape(n, -1), valid.reshape(n),
         )  # fmt: skip
         return GraftState(
-            base=self.base.prefill(
-                params, state.base, tokens, next_tokens, positions, valid, taps, logits
-            ),
+            base=self.base.prefill(params, state.base, tokens, next_tokens, positions, valid, taps, logits),
             table=table,
             history=fill.advance(state.history, tokens, valid.sum(axis=1)),
         )
@@ -137,7 +135,7 @@ class Graft:
         contexts = jnp.take_along_axis(contexts, points[:, :, None], axis=1)
         tokens, valid = fill.fill_template(self.full, self.table, state.table, contexts.reshape(B * A, -1))
         tree = hybrid.merge(
-            base.tree, self.full, points, point_valid,
+            base.tree, fill.node_paths(base.tree, self.base.max_depth), self.full, points, point_valid,
             tokens.reshape(B, A, -1), valid.reshape(B, A, -1),
             jnp.asarray(self._priorities(base.tree.capacity, A))[base.stage], self.budget,
         )  # fmt: skip

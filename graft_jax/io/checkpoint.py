@@ -37,10 +37,7 @@ class Checkpoint:
 
     def ledger(self) -> list[tuple[str, str, tuple[int, ...], str]]:
         """Rows of (tensor, stored type, stored shape, parameter), for people."""
-        return [
-            (tensor.name, tensor.kind, tensor.shape, ".".join(map(str, slot.path)))
-            for slot, tensor in self.pairs
-        ]
+        return [(tensor.name, tensor.kind, tensor.shape, ".".join(map(str, slot.path))) for slot, tensor in self.pairs]
 
     def load(self, dtype: Any, sharding: Any = None) -> TargetParams:
         """Reads the numbers. Arguments and errors as `load_target`'s."""
@@ -86,9 +83,7 @@ def open_checkpoint(model: str | Path, *, strict_config: bool = False) -> Checkp
     if path.is_dir():
         return _open_folder(path, strict_config)
     if path.suffix != ".gguf":
-        raise ValueError(
-            f"model={str(path)!r}: a file must end in .gguf; other models are folders with config.json"
-        )
+        raise ValueError(f"model={str(path)!r}: a file must end in .gguf; other models are folders with config.json")
     file = gguf.open_file(path)
     config = gguf_config.read_config(file, strict=strict_config)
     pairs = weights.match(config, file.tensors, "gguf", str(path))

@@ -150,8 +150,7 @@ def _tensor(descriptor: Descriptor, start: int, name: str, shape: tuple[int, ...
     size = math.prod(shape) // numbers * count
     if start + offset + size > descriptor.size:
         raise ValueError(
-            f"{path}: the file is cut off: tensor {name!r} ends at byte {start + offset + size} "
-            f"of {descriptor.size}"
+            f"{path}: the file is cut off: tensor {name!r} ends at byte {start + offset + size} of {descriptor.size}"
         )
     if kind.name in PLAIN_DTYPES:
         return PlainTensor(name, str(path), kind.name, shape, descriptor, start + offset)

@@ -21,9 +21,7 @@ def read_config(file: GGUFFile, *, strict: bool = False) -> ModelConfig:
     reader = Reader(file.metadata, str(file.path))
     family = reader.take("general.architecture", str)
     if family not in FAMILIES:
-        raise ValueError(
-            f"{file.path}: general.architecture {family!r} is not supported; use one of {FAMILIES}"
-        )
+        raise ValueError(f"{file.path}: general.architecture {family!r} is not supported; use one of {FAMILIES}")
     prefix = family + "."
     inner = Reader(
         {key[len(prefix) :]: value for key, value in file.metadata.items() if key.startswith(prefix)},
@@ -79,9 +77,7 @@ def _rope_scaling(file: GGUFFile, inner: Reader, max_position: int, head_dim: in
     divisors = file.tensors.get("rope_freqs.weight")
     if divisors is not None:
         if kind != "none":
-            raise ValueError(
-                f"{file.path}: rope_freqs.weight beside rope.scaling.type {kind!r} is not supported"
-            )
+            raise ValueError(f"{file.path}: rope_freqs.weight beside rope.scaling.type {kind!r} is not supported")
         theta = inner.take("rope.freq_base", float, 10000.0)
         numbers = to_float32(divisors.rows(0, divisors.shape[0]))
         return fit_llama3(numbers, theta, head_dim, str(file.path))

@@ -37,9 +37,7 @@ def open_file(path: Path) -> dict[str, PlainTensor]:
         kind, shape, begin, end = _entry(path, name, entry)
         size = math.prod(shape) * PLAIN_DTYPES[kind].itemsize
         if end - begin != size:
-            raise ValueError(
-                f"{path}: tensor {name} spans {end - begin} bytes; {kind} {list(shape)} needs {size}"
-            )
+            raise ValueError(f"{path}: tensor {name} spans {end - begin} bytes; {kind} {list(shape)} needs {size}")
         if start + end > descriptor.size:
             raise ValueError(f"{path}: the file is cut off: tensor {name} ends at byte {start + end} of "
                              f"{descriptor.size}")  # fmt: skip

@@ -78,9 +78,7 @@ class Descriptor:
         while done < count:  # one call hands over at most 2 GiB
             got = os.preadv(self._number, [out.data[done:]], offset + done)
             if not got:
-                raise ValueError(
-                    f"{self.path}: ends at byte {offset + done}; {count - done} more were expected"
-                )
+                raise ValueError(f"{self.path}: ends at byte {offset + done}; {count - done} more were expected")
             done += got
         return out
 

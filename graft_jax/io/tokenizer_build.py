@@ -65,9 +65,7 @@ def from_gguf(metadata: Mapping[str, Any], where: str) -> tuple[Tokenizer, dict[
         if token is None:
             continue
         if not isinstance(token, int) or not 0 <= token < len(tokens):
-            raise ValueError(
-                f"{where}: tokenizer.ggml.{key}_token_id={token!r} is none of the {len(tokens)} tokens"
-            )
+            raise ValueError(f"{where}: tokenizer.ggml.{key}_token_id={token!r} is none of the {len(tokens)} tokens")
         special[role] = tokens[token]
     if model == "llama":
         scores = _list(metadata, "scores", float, where, len(tokens))
@@ -76,9 +74,7 @@ def from_gguf(metadata: Mapping[str, Any], where: str) -> tuple[Tokenizer, dict[
     elif model == "gpt2":
         pre = metadata.get("tokenizer.ggml.pre", "default")
         if pre not in _PRE:
-            raise ValueError(
-                f"{where}: tokenizer.ggml.pre {pre!r} is not supported; use one of {', '.join(_PRE)}"
-            )
+            raise ValueError(f"{where}: tokenizer.ggml.pre {pre!r} is not supported; use one of {', '.join(_PRE)}")
         make_pre, nfc, ignore_merges, first = _PRE[pre]
         merges = _merges(metadata, where)
         backend = byte_level_bpe(tokens, merges, types, ignore_merges, where)
@@ -95,9 +91,7 @@ def from_gguf(metadata: Mapping[str, Any], where: str) -> tuple[Tokenizer, dict[
     return backend, special
 
 
-def _list(
-    metadata: Mapping[str, Any], name: str, kind: type, where: str, length: int | None = None
-) -> list[Any]:
+def _list(metadata: Mapping[str, Any], name: str, kind: type, where: str, length: int | None = None) -> list[Any]:
     key = f"tokenizer.ggml.{name}"
     values = metadata.get(key)
     if not isinstance(values, list) or not values or not isinstance(values[0], kind):
@@ -185,9 +179,7 @@ def sentencepiece_bpe(
         prepend = [normalizers.Prepend("▁")] if add_prefix else []
         backend.normalizer = normalizers.Sequence([*prepend, normalizers.Replace(" ", "▁")])
     after = [decoders.Strip(" ", 1, 0)] if add_prefix else []
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *after]
-    )
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *after])
     _add_special(backend, tokens, types)
     return backend
 
@@ -198,6 +190,4 @@ def surround(backend: Tokenizer, first: str | None, last: str | None) -> None:
     if found:
         pattern = [*([first] if first else []), "$A", *([last] if last else [])]
         ids = [(token, backend.token_to_id(token)) for token in dict.fromkeys(found)]
-        backend.post_processor = processors.TemplateProcessing(
-            single=" ".join(pattern), pair=None, special_tokens=ids
-        )
+        backend.post_processor = processors.TemplateProcessing(single=" ".join(pattern), pair=None, special_tokens=ids)

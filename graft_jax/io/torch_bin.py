@@ -58,9 +58,7 @@ def open_files(paths: list[Path]) -> dict[str, SourceTensor]:
                 raise ValueError(f"{path}: entry {name!r} is a {type(tensor).__name__}, not a tensor")
             kind = _KINDS.get(str(tensor.dtype).removeprefix("torch."))
             if kind is None:
-                raise ValueError(
-                    f"{path}: tensor {name} has dtype {tensor.dtype}; supported are {', '.join(_KINDS)}"
-                )
+                raise ValueError(f"{path}: tensor {name} has dtype {tensor.dtype}; supported are {', '.join(_KINDS)}")
             if name in tensors:
                 raise ValueError(f"{path}: tensor {name} stands in another file as well")
             tensors[name] = TorchTensor(name, str(path), kind, tuple(tensor.shape), tensor)

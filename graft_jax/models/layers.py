@@ -95,9 +95,7 @@ def attend(
 
 
 def _product(formula: str, x: Array, y: Array) -> Array:
-    return jnp.einsum(
-        formula, x, y, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
-    )
+    return jnp.einsum(formula, x, y, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
 
 def _weigh(scores: Float[Array, "B K Q S"], peak: Float[Array, "B K Q 1"], values: Float[Array, "B K S E"]):

@@ -153,9 +153,7 @@ def _scatter(level: Level, row, tag, successors, write) -> Level:
     return Level(level.successors.at[row].set(successors, mode="drop"), tags)
 
 
-def _sum_by_row(
-    row: Int[Array, "n"], successors: Int[Array, "n C"], weights: Float[Array, "n C"]
-) -> Int[Array, "n C"]:
+def _sum_by_row(row: Int[Array, "n"], successors: Int[Array, "n C"], weights: Float[Array, "n C"]) -> Int[Array, "n C"]:
     """For every entry, the C successors with the largest summed weight among the entries of its row."""
     n, C = successors.shape
     rows = jnp.repeat(row, C)

@@ -1,5 +1,6 @@
 """Filling templates from a successor table, and the contexts that key it."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -21,22 +22,44 @@ def fill_template(
         Tokens and validity of the template's n nodes; below an unknown context nothing is valid, and
         invalid tokens are 0.
     """
-    tokens: list[Array] = []
-    order: list[int] = []  # template nodes in the order in which the levels fill them
-    above, index_above = context[:, None, :], {0: 0}
-    for level in template.levels:
-        parent = np.array([index_above[template.parents[i - 1]] for i in level])
-        rank = np.array([template.paths[i - 1][-1] for i in level])
-        expanded = np.unique(parent)  # leaves need no lookup
-        successors = table.lookup(levels, above[:, expanded])
+    # Levels are padded to one width and scanned: one lookup to compile, whatever the template's depth.
+    depth, width = len(template.levels), max(map(len, template.levels))
+    parent, rank = np.zeros((2, depth, width), np.int32)
+    place = np.zeros((len(template), 2), np.int32)  # level and lane of each node
+    lane_above = {0: 0}
+    for d, level in enumerate(template.levels):
+        for lane, i in enumerate(level):
+            parent[d, lane] = lane_above[template.parents[i - 1]]
+            rank[d, lane] = template.paths[i - 1][-1]
+            place[i - 1] = d, lane
+        lane_above = {i: lane for lane, i in enumerate(level)}
+
+    def level(above: Int[Array, "A W O"], static):
+        parent, rank = static
+        contexts = above[:, parent]
         # A lookup with an absent token finds nothing, so what hangs below EMPTY is EMPTY.
-        token = successors[:, np.searchsorted(expanded, parent), rank]
-        above = jnp.concatenate([above[:, parent, 1:], token[:, :, None]], axis=2)
-        index_above = {node: i for i, node in enumerate(level)}
-        tokens.append(token)
-        order += level
-    filled = jnp.concatenate(tokens, axis=1)[:, np.argsort(order)]
-    return jnp.maximum(filled, 0), filled != EMPTY
+        successors = table.lookup(levels, contexts)
+        token = jnp.take_along_axis(successors, rank[None, :, None], axis=2)
+        return jnp.concatenate([contexts[:, :, 1:], token], axis=2), token[:, :, 0]
+
+    start = jnp.repeat(context[:, None, :], width, axis=1)
+    _, filled = jax.lax.scan(level, start, (jnp.asarray(parent), jnp.asarray(rank)))
+    tokens = filled[place[:, 0], :, place[:, 1]].T
+    return jnp.maximum(tokens, 0), tokens != EMPTY
+
+
+def node_paths(tree: DraftTree, max_depth: int) -> Int[Array, "B N D"]:
+    """The tokens from below the root down to each node; EMPTY behind its depth."""
+    B, N = tree.tokens.shape
+    column = jnp.arange(max_depth)[None, None, :]
+    paths = jnp.full((B, N, max_depth), EMPTY, jnp.int32)
+    at = jnp.broadcast_to(jnp.arange(N)[None, :], (B, N))
+    for _ in range(max_depth):
+        token = jnp.take_along_axis(tree.tokens, at, axis=1)
+        depth = jnp.take_along_axis(tree.depth, at, axis=1)
+        paths = jnp.where(column == depth[:, :, None] - 1, token[:, :, None], paths)
+        at = jnp.maximum(jnp.take_along_axis(tree.parents, at, axis=1), 0)
+    return paths
 
 
 def node_contexts(tree: DraftTree, history: Int[Array, "B h"]) -> Int[Array, "B N O"]:

@@ -61,9 +61,14 @@ class Template:
     def levels(self) -> tuple[tuple[int, ...], ...]:
         """Node indices (the root being 0) by depth, from depth 1."""
         return tuple(
-            tuple(i for i, path in enumerate(self.paths, 1) if len(path) == d)
-            for d in range(1, self.max_depth + 1)
+            tuple(i for i, path in enumerate(self.paths, 1) if len(path) == d) for d in range(1, self.max_depth + 1)
         )
+
+    @functools.cached_property
+    def ancestors(self) -> tuple[tuple[int, ...], ...]:
+        """For each node, the nodes on its path from depth 1 down to itself (the root being 0)."""
+        index = {path: i for i, path in enumerate(self.paths, 1)}
+        return tuple(tuple(index[path[: d + 1]] for d in range(len(path))) for path in self.paths)
 
     def prefix(self, size: int) -> "Template":
         """The first `size` nodes."""
@@ -122,13 +127,17 @@ TOKEN_RECYCLING = from_children(
     + [((1, 0, 0, 0), 1), ((0, 0, 0, 0, 0), 2), ((0, 0, 0, 1, 0), 1)]
 )
 
-# Small templates, narrow and deep; every prefix is one (3, 5, 7, 15 and 31 nodes are the usual budgets).
+# Small templates, narrow and deep; every prefix is one, and those of 3, 5, 7, 15 and 31 nodes were chosen by
+# replaying what the target wrote itself (scripts/choose_template.py): 7 nodes are 2, 1, 1, 1, 1, 1 by depth.
 NARROW = Template(
     tuple(
         tuple(map(int, path))
         for path in """
-        0 00 000 1 0000 00000 000000
-        01 10 0000000 2 00000000 001 3 000000000
+        0 00 000
+        0000 1
+        00000 000000
+        2 0000000 00000000 01 3 10 000000000 0000000000
+        4 00000000000 5 000000000000 02 001 6 20 100 7 010 03 0001 11 30 40
         """.split()
     )
 )

@@ -73,9 +73,7 @@ def compare(model, config: ModelConfig, params) -> None:
 CASES = list(itertools.product(("llama", "qwen2", "qwen3"), ROPES, SHAPES))
 
 
-@pytest.mark.parametrize(
-    "family, kind, shape", CASES, ids=[f"{f}-{k}-{i % 4}" for i, (f, k, _) in enumerate(CASES)]
-)
+@pytest.mark.parametrize("family, kind, shape", CASES, ids=[f"{f}-{k}-{i % 4}" for i, (f, k, _) in enumerate(CASES)])
 def test_tiny_models(tmp_path, family, kind, shape):
     """transformers writes, we load: logits and taps of prefill and tree pass agree."""
     model = build(hf_config(family, kind, *shape))
@@ -90,9 +88,7 @@ def test_what_we_write_transformers_reads(tmp_path, family):
     config = ModelConfig.from_hf(hf_config(family, "yarn", False, family != "qwen2", True))
     params = random_params(config)
     save_hf(tmp_path / "x", config, params, shard_bytes=20_000)
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "x", attn_implementation="eager"
-    ).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "x", attn_implementation="eager").eval()
     for name, tensor in model.state_dict().items():
         np.testing.assert_array_equal(tensor.numpy(), named_tensors(config, params)[name])
     compare(model, config, params)
@@ -179,9 +175,7 @@ def test_broken_torch_files(tmp_path):
 @pytest.mark.parametrize("head_dim, theta", [(64, 1e6), (128, 5e5), (32, 1e4)])
 def test_rope_frequencies(kind, head_dim, theta):
     settings = hf_config("qwen3", kind, True, False, False) | {"head_dim": head_dim, "rope_theta": theta}
-    made = transformers.AutoConfig.for_model(
-        **{key: value for key, value in settings.items() if value is not None}
-    )
+    made = transformers.AutoConfig.for_model(**{key: value for key, value in settings.items() if value is not None})
     model = transformers.AutoModelForCausalLM.from_config(made)
     frequencies, scale = rope.inverse_frequencies(ModelConfig.from_hf(settings).rope, head_dim)
     np.testing.assert_allclose(frequencies, model.model.rotary_emb.inv_freq.numpy(), rtol=1e-5)
@@ -199,9 +193,7 @@ def test_smollm2():
     model.load_state_dict(state, strict=False)
     for name, array in named_tensors(config, params).items():
         np.testing.assert_array_equal(array, state[name].numpy(), name)
-    ids = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "Name three colours of the rainbow, please."}]
-    )
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": "Name three colours of the rainbow, please."}])
     prompt, tree = np.array((ids * 2)[: target_run.PROMPT]), np.arange(target_run.NODES) * 1000
     expected, expected_taps = torch_run.run(model, config, prompt, tree)
     found, found_taps = target_run.run(config, params, prompt, tree)

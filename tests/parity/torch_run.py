@@ -6,6 +6,8 @@ from target_run import paths
 
 from graft_jax.config import ModelConfig
 
+torch.set_num_threads(1)  # the models are tiny, and waiting threads slow down whatever else runs
+
 
 def randomize(model: torch.nn.Module, seed: int = 0, std: float = 0.2) -> None:
     """Random weights; norms and biases too, so that a mixed-up one shows."""
@@ -19,12 +21,15 @@ def randomize(model: torch.nn.Module, seed: int = 0, std: float = 0.2) -> None:
 
 
 def run(model, config: ModelConfig, prompt: np.ndarray, tree: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Logits [P + N, V] and taps [3, P + N, M]; each node of the tree by a forward pass over its path."""
-    logits, taps = _forward(model, config, prompt)
+    """Logits [P + N, V] and taps [3, P + N, M]; each node of the tree by a forward pass over a whole path."""
+    size = len(prompt)
+    logits = np.empty((size + len(tree), config.vocab_size), np.float32)
+    taps = np.empty((3, len(logits), config.hidden_size), np.float32)
+    inner = {node for path in paths() for node in path[:-1]}
     for path in paths():
-        node_logits, node_taps = _forward(model, config, np.concatenate([prompt, tree[path]]))
-        logits = np.concatenate([logits, node_logits[-1:]])
-        taps = np.concatenate([taps, node_taps[:, -1:]], axis=1)
+        if path[-1] not in inner:  # a leaf's pass holds the rows of all nodes before it
+            rows = [*range(size), *(size + node for node in path)]
+            logits[rows], taps[:, rows] = _forward(model, config, np.concatenate([prompt, tree[path]]))
     return logits, taps
 
 

@@ -1,0 +1,102 @@
+"""The command line: one JSON object on stdout, clear errors, exit statuses."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import toy
+
+from graft_jax import cli
+
+MODEL = str(toy.FOLDER / "llama")
+PROMPT = ",".join(map(str, toy.safe_prompts("llama", 1)[0]))
+
+
+def run(capsys, *args):
+    status = cli.main(list(args))
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+def test_generate_json_with_comparison(capsys):
+    status, out, err = run(
+        capsys, "generate", "--model", MODEL, "--prompt-ids", PROMPT, "--dtype", "float32", "--method", "recycling",
+        "--max-length", "256", "--max-new-tokens", "60", "--ignore-eos", "--compare", "--json",
+    )  # fmt: skip
+    assert status == 0
+    report = json.loads(out)
+    assert out.count("\n") == 1
+    assert set(report) == {"results", "method", "model", "dtype", "device", "versions", "compare"}
+    (result,) = report["results"]
+    assert set(result) == {"prompt_tokens", "token_ids", "text", "finish_reason", "stats"}
+    assert result["finish_reason"] == "length" and len(result["token_ids"]) == 60
+    assert result["stats"]["mean_acceptance_length"] > 1.3
+    assert report["compare"]["equal"] is True and report["compare"]["first_difference"] is None
+    assert report["compare"]["speedup"] > 0
+
+
+def test_generate_for_people(capsys):
+    status, out, err = run(
+        capsys, "generate", "--model", MODEL, "--prompt-ids", PROMPT, "--dtype", "float32", "--method", "ar",
+        "--max-length", "128", "--max-new-tokens", "5",
+    )  # fmt: skip
+    assert status == 0 and out.strip() == ""  # no tokenizer, no text
+    assert "mean acceptance length" in err and "1.00" in err
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--prompt-ids", "5,6", "--method", "recyclin"], "did you mean 'recycling'"),
+        (["--prompt-ids", "5,x"], "--prompt-ids '5,x'"),
+        (["--prompt-ids", "5,999"], "999"),
+        (["--prompt-ids", "5", "--temperature", "-1"], "temperature=-1.0"),
+        (["--prompt-ids", "5", "--max-new-tokens", "0"], "max_new_tokens=0"),
+        (["--prompt-ids", "5", "--dtype", "int8"], "int8"),
+        (["--prompt-ids", "5", "--budget", "0"], "budget=0"),
+        (["--prompt-ids", "5", "--template", "wide"], "template='wide'"),
+        (["text"], "no tokenizer"),
+        ([], "PROMPT"),
+        (["text", "--prompt-ids", "5"], "PROMPT"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(capsys, args, message):
+    status, out, err = run(capsys, "generate", "--model", MODEL, "--max-length", "64", *args)
+    assert status == 2 and out == ""
+    assert message in err and err.startswith("graft-jax: ") and err.count("\n") == 1
+
+
+def test_unknown_model_names_the_nearest(capsys):
+    status, out, err = run(capsys, "generate", "hi", "--model", "smollm2")
+    assert status == 2 and "did you mean 'smollm2-135m'" in err
+
+
+def test_bad_usage_is_status_2():
+    done = subprocess.run(
+        [sys.executable, "-m", "graft_jax.cli", "generate", "--max-new-tokens", "many", "hi"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2 and done.stdout == "" and "invalid int value" in done.stderr
+
+
+def test_info(capsys):
+    status, out, err = run(capsys, "info", "--json")
+    report = json.loads(out)
+    assert status == 0 and {"device", "versions", "compilation_cache", "models", "methods"} <= set(report)
+    assert set(report["methods"]) >= {"ar", "recycling"}
+    assert run(capsys, "info")[0] == 0
+
+
+@pytest.mark.heavy
+def test_the_packaged_model(capsys):
+    """The real model in float32: equal outputs, real acceptance, text without special tokens."""
+    prompt = "Count from one to twenty, then count from one to twenty again."
+    args = ["generate", prompt, "--dtype", "float32", "--max-length", "512", "--max-new-tokens", "96", "--json"]
+    status, out, err = run(capsys, *args, "--compare")
+    report = json.loads(out)
+    (result,) = report["results"]
+    assert status == 0
+    assert report["compare"]["equal"] or report["compare"]["margin"] < 1e-3
+    assert result["stats"]["mean_acceptance_length"] > 1.3
+    assert result["text"] and "<|im_" not in result["text"]
