@@ -289,6 +289,13 @@ def test_empty_folder_and_other_files(tmp_path):
     assert "x.txt" in failure(tmp_path / "x.txt")
     (tmp_path / "config.json").mkdir()
     assert "config.json" in failure(tmp_path)
+    (tmp_path / "some.gguf").write_text("")
+    assert "to load some.gguf, pass the file itself" in failure(tmp_path)
+
+
+def test_a_part_of_a_split_gguf_file(tmp_path):
+    write_gguf(tmp_path / "x.gguf", CONFIG, random_params(CONFIG), metadata={"split.count": 3})
+    assert "x.gguf: is one of 3 parts" in failure(tmp_path / "x.gguf")
 
 
 # GGUF

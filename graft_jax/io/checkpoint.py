@@ -94,7 +94,10 @@ def open_checkpoint(model: str | Path, *, strict_config: bool = False) -> Checkp
 def _open_folder(folder: Path, strict: bool) -> Checkpoint:
     source = folder / "config.json"
     if not source.is_file():
-        raise ValueError(f"{folder}: has no config.json")
+        inside = ", ".join(sorted(file.name for file in folder.glob("*.gguf")))
+        raise ValueError(
+            f"{folder}: has no config.json" + (f"; to load {inside}, pass the file itself" if inside else "")
+        )
     config = ModelConfig.from_hf(
         safetensors.parse_json(source.read_bytes(), str(source)), strict=strict, where=str(source)
     )

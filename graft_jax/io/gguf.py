@@ -117,6 +117,10 @@ def open_file(path: Path) -> GGUFFile:
             if key in metadata:
                 raise ValueError(f"{path}: metadata key {key!r} stands twice")
             metadata[key] = parser.value()
+        if metadata.get("split.count", 0) not in (0, 1):
+            raise ValueError(
+                f"{path}: is one of {metadata['split.count']} parts; join them first (llama-gguf-split --merge)"
+            )
         infos = {}
         for i in range(tensor_count):
             parser.reading = f"entry {i + 1} of {tensor_count} of the tensor list"
