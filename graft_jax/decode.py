@@ -33,6 +33,7 @@ class DecodeSpec:
         max_length: most tokens of a row, prompt and new ones together.
         row_buckets: numbers of tree rows that the target may verify at once; a round takes the smallest
             that holds its tree. The capacity itself is always one of them.
+        cache_dtype: of the keys and values; float32 on a CPU (see `models.cache`).
         attention_block: cache entries that attention reads at a time; 0: all (see `layers.attend`).
     """
 
@@ -41,6 +42,7 @@ class DecodeSpec:
     max_length: int
     row_buckets: tuple[int, ...] = ()
     attention_block: int = 0
+    cache_dtype: str = "float32"
 
     def __post_init__(self):
         if self.max_length < 2:
@@ -127,7 +129,7 @@ def init_state(
     return DecodeState(
         tokens=tokens, length=zero, prompt_length=prompt_length, limit=limit, budget=budget,
         stop_tokens=stop_tokens, reason=zero, sampling=sampling,
-        cache=kv.init(spec.model, B, spec.cache_size, params.target.dtype),
+        cache=kv.init(spec.model, B, spec.cache_size, jnp.dtype(spec.cache_dtype)),
         draft=spec.drafter.init(params, B, spec.max_length, memory),
         statistics=Statistics(zero, zero, zero, by_source, by_source, by_depth, by_depth, by_depth),
     )  # fmt: skip

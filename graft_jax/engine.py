@@ -92,8 +92,15 @@ class SpeculativeDecoder:
         self.config, self.tokenizer = config, tokenizer
         self.params = Params(target=params)
         self.method, self.name = method, name
-        block = CPU_ATTENTION_BLOCK if jax.default_backend() == "cpu" else 0
-        self.spec = DecodeSpec(config, drafter, max_length, row_buckets, block)
+        on_cpu = jax.default_backend() == "cpu"
+        self.spec = DecodeSpec(
+            config,
+            drafter,
+            max_length,
+            row_buckets,
+            attention_block=CPU_ATTENTION_BLOCK if on_cpu else 0,
+            cache_dtype="float32" if on_cpu else self.dtype,
+        )
         self.programs = Programs(self.spec)
         self.memory: Any = None  # what the drafter learned; donated by every call, and set again after it
 

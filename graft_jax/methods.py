@@ -69,7 +69,7 @@ METHODS: dict[str, Method] = {
         "nothing",
         "Token Recycling, arXiv 2408.08696; Graft's table with longer contexts",
         _recycling,
-        row_buckets=(2, 4, 8, 16, 32),
+        row_buckets=(4, 8, 16, 32),
     ),
 }
 

@@ -9,6 +9,7 @@ stderr, one JSON document to stdout (and to --out).
 """
 
 import argparse
+import dataclasses
 import functools
 import json
 import os
@@ -30,7 +31,7 @@ from graft_jax.bench.timing import interleaved
 from graft_jax.compare import first_difference
 from graft_jax.drafters.empty import Empty
 from graft_jax.drafters.graft import Graft, Stage
-from graft_jax.engine import CPU_ATTENTION_BLOCK, Request, SpeculativeDecoder
+from graft_jax.engine import Request, SpeculativeDecoder
 from graft_jax.retrieval.adjacency import SuccessorTable
 from graft_jax.tree import templates
 
@@ -50,7 +51,7 @@ def overhead(model: str, dtype: str) -> list[dict]:
         template = (templates.NARROW if N <= 16 else templates.GRAFT_FULL).prefix(N - 1)
         table = SuccessorTable(config.vocab_size, order=3)
         drafter = Graft(Empty(), table, (Stage(0, template),), template, N - 1)
-        spec = decode.DecodeSpec(config, drafter, 512, (), CPU_ATTENTION_BLOCK)
+        spec = dataclasses.replace(decoder.spec, drafter=drafter)
         # Every context of order 1 has successors: all N - 1 nodes are valid in every round.
         rng = np.random.default_rng(0)
         full = jnp.asarray(rng.integers(0, config.vocab_size, (config.vocab_size, 8)), jnp.int32)

@@ -161,7 +161,7 @@ def test_attention_block_changes_nothing():
     prompt = toy.sample_prompts(3, 1, 200, 200)[0]
     outs = []
     for block in (0, 64):
-        spec = decode.DecodeSpec(config, recycling(config.vocab_size), 256, (), block)
+        spec = decode.DecodeSpec(config, recycling(config.vocab_size), 256, attention_block=block)
         engine = SpeculativeDecoder(config, params, None, spec.drafter, max_length=256)
         engine.spec = engine.programs.spec = spec
         outs.append(engine.generate(prompt, max_new_tokens=NEW, ignore_eos=True).token_ids)

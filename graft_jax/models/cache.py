@@ -2,7 +2,8 @@
 
 Keys are [B, K, E, S] and values [B, K, S, E], the layouts in which attention reads them; with the plain
 [B, S, K, E] a CPU transposes the whole cache in every step. Layers stay apart, for a slice of one stacked
-array is copied.
+array is copied. On a CPU the cache is float32 even under bfloat16 weights: XLA:CPU updates no bfloat16 slice in
+place, it would convert the whole cache on the way into every loop and out again.
 """
 
 import flax.struct
@@ -29,9 +30,8 @@ class KVCache:
     values: tuple[Float[Array, "B K S E"], ...]
 
     @property
-    def size(self) -> int:
-        """S, the number of rows allocated."""
-        return self.values[0].shape[2]
+    def dtype(self):
+        return self.values[0].dtype
 
 
 def init(config: ModelConfig, batch: int, size: int, dtype) -> KVCache:

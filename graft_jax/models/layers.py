@@ -20,14 +20,21 @@ def linear(
 ) -> Float[Array, "B T O"]:
     """x times weight, as float32. `weight` is (I, O) if float32, else (O, I)."""
     contracting = 0 if is_transposed(weight.dtype) else 1
+    y = matmul(x, weight, contracting)
+    return y if bias is None else y + jnp.expand_dims(bias.astype(jnp.float32), range(y.ndim - 1))
+
+
+def matmul(x: Float[Array, "*N I"], weight: Float[Array, "P Q"], contracting: int) -> Float[Array, "*N O"]:
+    """x times weight over the weight's axis `contracting`, accumulated and returned in float32."""
+    # Rows are flattened first: with a batch axis XLA:CPU copies the weight to another layout before a loop.
     y = jax.lax.dot_general(
-        x.astype(weight.dtype),
+        x.reshape(-1, x.shape[-1]).astype(weight.dtype),
         weight,
-        (((x.ndim - 1,), (contracting,)), ((), ())),
+        (((1,), (contracting,)), ((), ())),
         precision=jax.lax.Precision.HIGHEST,
         preferred_element_type=jnp.float32,
     )
-    return y if bias is None else y + jnp.expand_dims(bias.astype(jnp.float32), range(y.ndim - 1))
+    return y.reshape(*x.shape[:-1], -1)
 
 
 def rms_norm(x: Float[Array, "*N M"], weight: Float[Array, "M"], eps: float) -> Float[Array, "*N M"]:

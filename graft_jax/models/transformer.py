@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from graft_jax.config import ModelConfig
 from graft_jax.models import rope
 from graft_jax.models.cache import Block, KVCache
-from graft_jax.models.layers import attend, is_transposed, linear, rms_norm
+from graft_jax.models.layers import attend, is_transposed, linear, matmul, rms_norm
 from graft_jax.types import Array, Bool, Float, Int
 
 
@@ -139,8 +139,9 @@ def forward(
         return jax.tree.map(lambda x: x[:, :1], pair)
 
     H, K, E = config.num_heads, config.num_kv_heads, config.head_dim
-    eps, dtype = config.rms_norm_eps, params.dtype
-    x = params.embed[tokens].astype(jnp.float32)
+    eps, dtype = config.rms_norm_eps, cache.dtype
+    # Without the barrier XLA:CPU would convert the whole embedding to float32 instead of the rows taken.
+    x = jax.lax.optimization_barrier(params.embed[tokens]).astype(jnp.float32)
     cos, sin = rope.rotation(config.rope, E, positions)
     tapped: dict[int, Array] = {}
     keys, values = [], []
@@ -172,13 +173,7 @@ def forward(
 
 def logits(config: ModelConfig, params: TargetParams, hidden: Float[Array, "B T M"]) -> Float[Array, "B T V"]:
     """Next-token logits, float32. Ids that no token has (padding rows of the embedding) get -inf."""
-    if params.head is not None:
-        out = linear(hidden, params.head)
-    else:
-        out = jax.lax.dot_general(
-            hidden.astype(params.dtype), params.embed, (((2,), (1,)), ((), ())),
-            precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32,
-        )  # fmt: skip
+    out = matmul(hidden, params.embed, 1) if params.head is None else linear(hidden, params.head)
     if config.num_tokens < config.vocab_size:
         out = jnp.where(jnp.arange(config.vocab_size)[None, None, :] < config.num_tokens, out, -jnp.inf)
     return out
