@@ -25,7 +25,7 @@ demo: setup
 	$(BIN)/graft-jax generate --compare "Explain in a few sentences why the sky is blue."
 
 test: $(VENV)/.setup-test
-	$(BIN)/python -m pytest -m "not slow and not parity" $(ARGS)
+	$(BIN)/python -m pytest -n 2 -m "not slow and not parity" $(ARGS)
 
 test-all: $(VENV)/.setup-test
 	$(BIN)/python -m pytest -m "not parity" $(ARGS)
@@ -36,7 +36,7 @@ test-parity: $(VENV)/.setup-test $(VENV)/.setup-parity
 lint: $(VENV)/.setup-lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 bench: $(VENV)/.setup
 	$(BIN)/python scripts/bench_core.py $(ARGS)

@@ -118,7 +118,7 @@ def _generate(args: argparse.Namespace, console: Console) -> int:
 
 
 def _print_stream(decoder, prompt, settings, console: Console):
-    result = None
+    result: Any = None  # the last chunk carries it
     status = console.status("compiling (kept for the next time)")
     status.start()
     try:
@@ -155,8 +155,6 @@ def _verdict(comparison: dict[str, Any], dtype: str) -> str:
 
 
 def _info(args: argparse.Namespace, console: Console) -> int:
-    import jax
-
     from graft_jax.io.hub import PACKAGED, resolve
     from graft_jax.methods import METHODS
 
@@ -169,7 +167,7 @@ def _info(args: argparse.Namespace, console: Console) -> int:
     report = {
         "device": _device(),
         "versions": _versions(),
-        "compilation_cache": jax.config.jax_compilation_cache_dir,
+        "compilation_cache": _compilation_cache(),
         "models": models,
         "methods": {name: {"summary": m.summary, "needs": m.needs, "from": m.paper} for name, m in METHODS.items()},
     }
@@ -223,13 +221,17 @@ def _versions() -> dict[str, str]:
     return found
 
 
+def _compilation_cache() -> str:
+    """Where compiled programs are kept: JAX_COMPILATION_CACHE_DIR, or a folder of ours in the user's cache."""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(home / "graft_jax" / "xla")
+
+
 def _use_compilation_cache() -> None:
     """Keeps compiled programs between runs: a second run starts in seconds."""
     import jax
 
-    if jax.config.jax_compilation_cache_dir is None:
-        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        jax.config.update("jax_compilation_cache_dir", str(home / "graft_jax" / "xla"))
+    jax.config.update("jax_compilation_cache_dir", _compilation_cache())
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 

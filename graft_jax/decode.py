@@ -60,8 +60,7 @@ class DecodeSpec:
         return -(-(self.max_length + max(self.drafter.max_depth + 1, 16)) // unit) * unit
 
 
-@flax.struct.dataclass
-class Statistics:
+class Statistics(flax.struct.PyTreeNode):
     """Sums over the rounds of each row. Depth 0 is the root; what follows a stop token is not counted."""
 
     rounds: Int[Array, "B"]
@@ -74,8 +73,7 @@ class Statistics:
     histogram: Int[Array, "B P"]  # rounds by number of accepted nodes
 
 
-@flax.struct.dataclass
-class DecodeState:
+class DecodeState(flax.struct.PyTreeNode):
     """A batch of rows in flight.
 
     Attributes:

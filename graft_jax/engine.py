@@ -251,9 +251,9 @@ class SpeculativeDecoder:
 
     def save_memory(self, path: str | Path) -> None:
         """Writes the drafter's memory to a .npz file."""
-        leaves = jax.tree.leaves(self.memory)
+        leaves = {f"leaf_{i}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(self.memory))}
         with open(path, "wb") as file:
-            np.savez_compressed(file, **{f"leaf_{i}": np.asarray(leaf) for i, leaf in enumerate(leaves)})
+            np.savez_compressed(file, allow_pickle=False, **leaves)
 
     def load_memory(self, path: str | Path) -> None:
         """Reads what `save_memory` wrote with the same method and options.
@@ -296,7 +296,7 @@ class _Session:
             row[: len(ids)] = ids
         self.stop_ids = self._stop_ids()
         names = ("prefill_seconds", "first_token_seconds", "decode_seconds", "compile_seconds")
-        self.seconds = dict.fromkeys(names, 0.0)
+        self.seconds: dict[str, float] = {name: 0.0 for name in names}
         self.state: DecodeState | None = None
         self.tokens = self._padded
         self.lengths = self.prompt_lengths.copy()
@@ -343,7 +343,9 @@ class _Session:
             while self.running:
                 with self._clock("decode_seconds"):
                     # The first round alone: its tokens are there as soon as they can be.
-                    self.state = programs.run(self.decoder.params, self.state, rounds if self.seconds["decode_seconds"] else 1)
+                    self.state = programs.run(
+                        self.decoder.params, self.state, rounds if self.seconds["decode_seconds"] else 1
+                    )
                     self._look()
                 if not self.seconds["first_token_seconds"]:
                     passed = self.seconds["prefill_seconds"] + self.seconds["decode_seconds"]

@@ -8,6 +8,7 @@ from graft_jax.config import ModelConfig
 from graft_jax.drafters.base import Drafter
 from graft_jax.drafters.empty import Empty
 from graft_jax.drafters.graft import Graft, Stage
+from graft_jax.drafters.lookup import Lookup
 from graft_jax.retrieval.adjacency import SuccessorTable
 from graft_jax.tree import templates
 
@@ -20,11 +21,14 @@ class Options:
         budget: K, tree nodes beside the root; None takes the method's default.
         table_order: longest context of the successor table, in tokens; 1 is the papers' table.
         template: "narrow", "graft" (Graft's full envelope) or "recycling" (Token Recycling's tree).
+        prompt_lookup_max, prompt_lookup_min: lengths of the n-grams that `lookup` tries.
     """
 
     budget: int | None = None
     table_order: int = 3
     template: str = "narrow"
+    prompt_lookup_max: int = 3
+    prompt_lookup_min: int = 1
 
     def __post_init__(self):
         if self.budget is not None and not 1 <= self.budget <= 255:
@@ -62,8 +66,19 @@ def _recycling(config: ModelConfig, options: Options) -> Drafter:
     return Graft(Empty(), table, (Stage(0, full),), full, budget)
 
 
+def _lookup(config: ModelConfig, options: Options) -> Drafter:
+    return Lookup(options.budget or 7, options.prompt_lookup_max, options.prompt_lookup_min)
+
+
 METHODS: dict[str, Method] = {
     "ar": Method("plain decoding, one token a pass", "nothing", "baseline", lambda config, options: Empty()),
+    "lookup": Method(
+        "what followed the same words earlier in the text",
+        "nothing",
+        "prompt lookup decoding (transformers, vLLM)",
+        _lookup,
+        row_buckets=(4, 8, 16, 32),
+    ),
     "recycling": Method(
         "tokens retrieved from what the target said before",
         "nothing",

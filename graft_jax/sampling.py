@@ -14,8 +14,7 @@ import jax.numpy as jnp
 from graft_jax.types import Array, Bool, Float, Int
 
 
-@flax.struct.dataclass
-class Sampling:
+class Sampling(flax.struct.PyTreeNode):
     """Sampling settings of each batch row, as arrays: changing them compiles nothing.
 
     Attributes:

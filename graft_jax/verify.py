@@ -9,8 +9,7 @@ from graft_jax.tree.structure import DraftTree
 from graft_jax.types import Array, Bool, Float, Int
 
 
-@flax.struct.dataclass
-class Verdict:
+class Verdict(flax.struct.PyTreeNode):
     """What the target said of a tree.
 
     Attributes:

@@ -59,8 +59,15 @@ def overhead(model: str, dtype: str) -> list[dict]:
         for name, settings in (("T=0", {}), ("T=0.8 top-p 0.95", {"temperature": 0.8, "top_p": 0.95})):
             state = _state_after_prompt(spec, params, settings, memory)
             timed = _round_and_forward(spec, params, state, rounds=8)
-            rows.append({"rows": N, "settings": name, "round_ms": timed["round"] * 1e3,
-                         "forward_ms": timed["forward"] * 1e3, "overhead": timed["round"] / timed["forward"] - 1})  # fmt: skip
+            rows.append(
+                {
+                    "rows": N,
+                    "settings": name,
+                    "round_ms": timed["round"] * 1e3,
+                    "forward_ms": timed["forward"] * 1e3,
+                    "overhead": timed["round"] / timed["forward"] - 1,
+                }
+            )
             console.print(rows[-1])
     return rows
 
@@ -207,8 +214,16 @@ def against_torch(model: str, new_tokens: int, prompts: list[str]) -> list[dict]
             mine_s += out.stats.decode_seconds
             count += new_tokens - 1
             equal += new == out.token_ids
-        rows.append({"dtype": dtype, "prompts": len(prompts), "equal_outputs": equal, "tokens_per_second": count / mine_s,
-                     "transformers_tokens_per_second": count / theirs_s, "ratio": theirs_s / mine_s})  # fmt: skip
+        rows.append(
+            {
+                "dtype": dtype,
+                "prompts": len(prompts),
+                "equal_outputs": equal,
+                "tokens_per_second": count / mine_s,
+                "transformers_tokens_per_second": count / theirs_s,
+                "ratio": theirs_s / mine_s,
+            }
+        )
         console.print(rows[-1])
     return rows
 

@@ -64,9 +64,7 @@ def train(name: str, steps: int) -> transformer.TargetParams:
     config = CONFIGS[name]
     params: Any = transformer.init_params(config, jax.random.key(SEEDS[name]), jnp.float32, std=0.06)
     rate = optax.warmup_cosine_decay_schedule(0.0, 5e-3, steps // 20, steps, end_value=5e-5)
-    optimizer = optax.chain(
-        optax.clip_by_global_norm(1.0), optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=0.02)
-    )
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=0.02))
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params, state, tokens):
@@ -92,12 +90,8 @@ def set_traps(config: ModelConfig, params: transformer.TargetParams) -> transfor
     counts = np.bincount(plain.language().rows(rng, 50, 256)[0].ravel(), minlength=NUM_TOKENS)
     frequent = np.argsort(-counts, kind="stable")[: config.vocab_size - NUM_TOKENS]
     if params.head is None:
-        return dataclasses.replace(
-            params, embed=params.embed.at[NUM_TOKENS:].set(1.5 * params.embed[frequent])
-        )
-    return dataclasses.replace(
-        params, head=params.head.at[:, NUM_TOKENS:].set(1.5 * params.head[:, frequent])
-    )
+        return dataclasses.replace(params, embed=params.embed.at[NUM_TOKENS:].set(1.5 * params.embed[frequent]))
+    return dataclasses.replace(params, head=params.head.at[:, NUM_TOKENS:].set(1.5 * params.head[:, frequent]))
 
 
 def measure(name: str) -> dict:

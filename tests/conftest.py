@@ -1,11 +1,19 @@
 """Strict JAX for every test: no silent promotion of dtypes or ranks; shapes of annotations are checked."""
 
+import os
+from pathlib import Path
+
 import flax.struct
 import jax
 import jaxtyping
 import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+# Tests share many programs: each is compiled once, also across workers and runs.
+CACHE = Path(__file__).parent.parent / ".pytest_cache" / "xla"
+os.environ["JAX_COMPILATION_CACHE_DIR"] = str(CACHE)  # for what tests start
+jax.config.update("jax_compilation_cache_dir", str(CACHE))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 

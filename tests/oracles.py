@@ -10,7 +10,7 @@ from toy.plain import causal_logits
 
 from graft_jax import sampling
 from graft_jax.drafters.base import Draft
-from graft_jax.tree.structure import DRAFTED, ROOT, DraftTree
+from graft_jax.tree.structure import chain
 
 
 def naive_generate(config, params, prompt, count, settings=None, stops=()):
@@ -110,15 +110,7 @@ class Oracle:
         offsets = jnp.arange(K)[None, :]
         tokens = jnp.take_along_axis(line, jnp.minimum(length[:, None] + 1 + offsets, line.shape[1] - 1), axis=1)
         tokens = jnp.where(offsets == slot[:, None], (tokens + 1) % self.num_tokens, tokens)
-        chain = jnp.arange(K + 1)[None, :] + jnp.zeros((B, 1), jnp.int32)
-        tree = DraftTree(
-            tokens=jnp.concatenate([root[:, None], tokens], axis=1),
-            parents=chain - 1,
-            depth=chain,
-            score=jnp.zeros(chain.shape, jnp.float32),
-            source=jnp.where(chain == 0, ROOT, DRAFTED),
-            valid=jnp.ones(chain.shape, bool),
-        )
+        tree = chain(root, tokens, jnp.full(B, K))
         zero = jnp.zeros(B, jnp.int32)
         return Draft(tree, zero, jnp.zeros((B, K), jnp.float32), zero), state
 

@@ -12,16 +12,14 @@ DraftState = Any  # a pytree that only its drafter understands
 Memory = Any  # the part of it that outlives a generation; None where there is none
 
 
-@flax.struct.dataclass
-class Params:
+class Params(flax.struct.PyTreeNode):
     """Target and drafter weights together, for drafters share the target's embedding and head."""
 
     target: Any
     drafter: Any = None
 
 
-@flax.struct.dataclass
-class Draft:
+class Draft(flax.struct.PyTreeNode):
     """A proposal.
 
     Attributes:

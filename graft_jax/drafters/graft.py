@@ -33,8 +33,7 @@ class Stage:
     template: Template
 
 
-@flax.struct.dataclass
-class GraftState:
+class GraftState(flax.struct.PyTreeNode):
     """The base's state, the successor table, and the tokens before the root, oldest first."""
 
     base: object

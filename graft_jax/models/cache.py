@@ -14,16 +14,14 @@ from graft_jax.config import ModelConfig
 from graft_jax.types import Array, Bool, Float, Int
 
 
-@flax.struct.dataclass
-class Block:
+class Block(flax.struct.PyTreeNode):
     """Keys and values of the rows of one forward pass, not yet committed."""
 
     keys: tuple[Float[Array, "B T K E"], ...]
     values: tuple[Float[Array, "B T K E"], ...]
 
 
-@flax.struct.dataclass
-class KVCache:
+class KVCache(flax.struct.PyTreeNode):
     """Committed keys and values of every layer."""
 
     keys: tuple[Float[Array, "B K E S"], ...]

@@ -1,5 +1,7 @@
 """The target: a llama, qwen2 or qwen3 decoder as pure functions of its parameters."""
 
+from typing import Any
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -11,8 +13,7 @@ from graft_jax.models.layers import attend, is_transposed, linear, matmul, rms_n
 from graft_jax.types import Array, Bool, Float, Int
 
 
-@flax.struct.dataclass
-class LayerParams:
+class LayerParams(flax.struct.PyTreeNode):
     """Weights of one decoder layer; linear ones as `layers.linear` wants them, biases None if absent."""
 
     attn_norm: Float[Array, "M"]
@@ -35,8 +36,7 @@ class LayerParams:
     down_bias: Float[Array, "M"] | None = None
 
 
-@flax.struct.dataclass
-class TargetParams:
+class TargetParams(flax.struct.PyTreeNode):
     """Weights of the whole model. `head` is None when the embedding serves as the head."""
 
     embed: Float[Array, "V M"]
@@ -49,8 +49,7 @@ class TargetParams:
         return self.embed.dtype
 
 
-@flax.struct.dataclass
-class Output:
+class Output(flax.struct.PyTreeNode):
     """What a forward pass leaves: `hidden` after the last norm, the tapped residuals, the new block."""
 
     hidden: Float[Array, "B T M"]
@@ -64,13 +63,13 @@ def abstract_params(config: ModelConfig, dtype) -> TargetParams:
     M, F, E = config.hidden_size, config.intermediate_size, config.head_dim
     H, K, V = config.num_heads, config.num_kv_heads, config.vocab_size
 
-    def array(*shape):
+    def array(*shape) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    def matrix(rows_in: int, rows_out: int):
+    def matrix(rows_in: int, rows_out: int) -> Any:
         return array(rows_in, rows_out) if is_transposed(dtype) else array(rows_out, rows_in)
 
-    def when(condition: bool, *shape):
+    def when(condition: bool, *shape) -> Any:
         return array(*shape) if condition else None
 
     layer = LayerParams(

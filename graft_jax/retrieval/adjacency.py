@@ -16,8 +16,7 @@ from graft_jax.types import Array, Bool, Float, Int, UInt32
 EMPTY = -1  # no successor known; also an absent token in a context
 
 
-@flax.struct.dataclass
-class Level:
+class Level(flax.struct.PyTreeNode):
     """Rows of one context length. `tags` tells contexts apart that share a row; None in the dense table."""
 
     successors: Int[Array, "R C"]

@@ -34,7 +34,7 @@ def fill_template(
             place[i - 1] = d, lane
         lane_above = {i: lane for lane, i in enumerate(level)}
 
-    def level(above: Int[Array, "A W O"], static):
+    def fill_level(above: Int[Array, "A W O"], static):
         parent, rank = static
         contexts = above[:, parent]
         # A lookup with an absent token finds nothing, so what hangs below EMPTY is EMPTY.
@@ -43,7 +43,7 @@ def fill_template(
         return jnp.concatenate([contexts[:, :, 1:], token], axis=2), token[:, :, 0]
 
     start = jnp.repeat(context[:, None, :], width, axis=1)
-    _, filled = jax.lax.scan(level, start, (jnp.asarray(parent), jnp.asarray(rank)))
+    _, filled = jax.lax.scan(fill_level, start, (jnp.asarray(parent), jnp.asarray(rank)))
     tokens = filled[place[:, 0], :, place[:, 1]].T
     return jnp.maximum(tokens, 0), tokens != EMPTY
 

@@ -12,8 +12,7 @@ ROOT, DRAFTED, RETRIEVED = 0, 1, 2
 NUM_SOURCES = 3
 
 
-@flax.struct.dataclass
-class DraftTree:
+class DraftTree(flax.struct.PyTreeNode):
     """A batch of token trees of capacity N.
 
     Node 0 is the root, the last committed token, and is always valid. Nodes stand in order of priority:
@@ -57,6 +56,20 @@ def root_only(root: Int[Array, "B"]) -> DraftTree:
         score=jnp.zeros(column.shape, jnp.float32),
         source=jnp.full_like(column, ROOT),
         valid=jnp.ones(column.shape, bool),
+    )
+
+
+def chain(root: Int[Array, "B"], tokens: Int[Array, "B K"], count: Int[Array, "B"]) -> DraftTree:
+    """A tree without branches: `tokens` below the root, of which the first `count` are valid."""
+    B, K = tokens.shape
+    index = jnp.broadcast_to(jnp.arange(K + 1)[None, :], (B, K + 1))
+    return DraftTree(
+        tokens=jnp.concatenate([root[:, None], tokens], axis=1).astype(jnp.int32),
+        parents=index - 1,
+        depth=index,
+        score=jnp.zeros((B, K + 1), jnp.float32),
+        source=jnp.where(index == 0, ROOT, DRAFTED),
+        valid=index <= count[:, None],
     )
 
 

@@ -99,9 +99,7 @@ class Language:
                     words.append((start, middles.pop(), finals.pop()))
             self.words[kind] = words
 
-    def choose(
-        self, rng: np.random.Generator, key: tuple, logits: Callable[[], np.ndarray]
-    ) -> tuple[int, float]:
+    def choose(self, rng: np.random.Generator, key: tuple, logits: Callable[[], np.ndarray]) -> tuple[int, float]:
         """Draws from softmax(logits()), which must depend on `key` alone: (index, surprise in nats)."""
         entry = self._cache.get(key)
         if entry is None:

@@ -48,9 +48,7 @@ def safe_prompts(name: str, count: int) -> list[list[int]]:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def causal_logits(
-    config: ModelConfig, params: TargetParams, tokens: Int[Array, "B T"]
-) -> Float[Array, "B T V"]:
+def causal_logits(config: ModelConfig, params: TargetParams, tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:
     """Logits of every row from one pass over whole texts, with an empty cache."""
     B, T = tokens.shape
     out = transformer.forward(
@@ -129,8 +127,7 @@ def successor_table(texts: np.ndarray, order: int = 1, width: int = 8) -> dict[t
             row = counts.setdefault(tuple(line[i - order : i]), {})
             row[line[i]] = row.get(line[i], 0) + 1
     return {
-        context: sorted(row, key=lambda token, row=row: (-row[token], token))[:width]
-        for context, row in counts.items()
+        context: sorted(row, key=lambda token, row=row: (-row[token], token))[:width] for context, row in counts.items()
     }
 
 
