@@ -1,4 +1,4 @@
-"""The command line: `graft-jax generate | info`."""
+"""The command line: `graft-jax generate | convert | info`."""
 
 import argparse
 import json
@@ -12,6 +12,9 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+
+from graft_jax.batch_file import run_file
+from graft_jax.prompts import read_prompts
 
 EXIT_OK, EXIT_FAILURE, EXIT_USAGE = 0, 1, 2
 PACKAGES = ("graft_jax", "jax", "jaxlib", "flax", "numpy", "tokenizers")
@@ -62,11 +65,25 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--max-length", type=int, default=2048, metavar="N", help="prompt and new tokens")
     generate.add_argument("--system", help="system message")
     generate.add_argument("--raw", action="store_true", help="no chat template")
+    generate.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text")
+    generate.add_argument("--template-arg", action="append", default=[], metavar="NAME=VALUE",
+                          help="variable of the chat template, e.g. enable_thinking=false")  # fmt: skip
+    generate.add_argument("--prompts", metavar="FILE.jsonl", help="a file of prompts instead of one")
+    generate.add_argument("--out", metavar="FILE.jsonl", help="with --prompts: append results here; goes on"
+                          " where an interrupted run ended")  # fmt: skip
     generate.add_argument("--strict-config", action="store_true", help="unknown config keys are errors")
     generate.add_argument("--stream", action=argparse.BooleanOptionalAction, default=True,
                           help="print the text as it comes (not with --json)")  # fmt: skip
     generate.add_argument("--compare", action="store_true", help="run plain decoding too, and compare")
     generate.add_argument("--json", action="store_true", help="one JSON object on stdout, nothing else")
+
+    convert = commands.add_parser("convert", help="write a checkpoint as a Hugging Face safetensors folder")
+    convert.set_defaults(run=_convert)
+    convert.add_argument("model", help="name, GGUF file, HF folder (safetensors or .bin) or hub id")
+    convert.add_argument("out", nargs="?", help="folder to write; must not exist")
+    convert.add_argument("--dtype", default="bfloat16", help="bfloat16 or float32")
+    convert.add_argument("--dry-run", action="store_true", help="print the ledger of tensors, write nothing")
+    convert.add_argument("--strict-config", action="store_true", help="unknown config keys are errors")
 
     info = commands.add_parser("info", help="device, versions, caches, methods")
     info.set_defaults(run=_info)
@@ -75,9 +92,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _generate(args: argparse.Namespace, console: Console) -> int:
-    if (args.prompt is None) == (args.prompt_ids is None):
-        raise ValueError("give either a PROMPT or --prompt-ids")
-    prompt = args.prompt if args.prompt is not None else _ids(args.prompt_ids)
+    if sum(given is not None for given in (args.prompt, args.prompt_ids, args.prompts)) != 1:
+        raise ValueError("give one of PROMPT, --prompt-ids and --prompts")
+    if args.out and not args.prompts:
+        raise ValueError("--out goes with --prompts")
+    prompt = args.prompt if args.prompt is not None else _ids(args.prompt_ids or "")
+    items = read_prompts(args.prompts) if args.prompts else []
     from graft_jax.engine import SpeculativeDecoder
 
     with console.status("loading the model"):
@@ -88,8 +108,11 @@ def _generate(args: argparse.Namespace, console: Console) -> int:
         )  # fmt: skip
     settings: dict[str, Any] = dict(
         max_new_tokens=args.max_new_tokens, temperature=args.temperature, top_k=args.top_k, top_p=args.top_p,
-        min_p=args.min_p, seed=args.seed, ignore_eos=args.ignore_eos, system=args.system, raw=args.raw,
+        min_p=args.min_p, seed=args.seed, ignore_eos=args.ignore_eos, stop=args.stop, system=args.system,
+        raw=args.raw, template_args=_template_args(args.template_arg),
     )  # fmt: skip
+    if args.prompts:
+        return run_file(decoder, items, settings, args.out, _provenance(decoder), console)
     if args.stream and not args.json:
         result = _print_stream(decoder, prompt, settings, console)
     else:
@@ -184,6 +207,41 @@ def _info(args: argparse.Namespace, console: Console) -> int:
     for name, m in METHODS.items():
         table.add_row(name, m.summary, m.needs, m.paper)
     out.print(table)
+    return EXIT_OK
+
+
+def _template_args(pairs: list[str]) -> dict[str, Any]:
+    """NAME=VALUE pairs; a value that is JSON (false, 3, "x") is taken as such, else as text."""
+    values: dict[str, Any] = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not name.isidentifier() or not equals:
+            raise ValueError(f"--template-arg {pair!r} must be NAME=VALUE")
+        try:
+            values[name] = json.loads(value)
+        except ValueError:
+            values[name] = value
+    return values
+
+
+def _convert(args: argparse.Namespace, console: Console) -> int:
+    from graft_jax.io.checkpoint import check_dtype, open_checkpoint, save_hf
+
+    check_dtype(args.dtype)
+    checkpoint = open_checkpoint(args.model, strict_config=args.strict_config)
+    table = Table("tensor", "stored as", "shape", "parameter")
+    for name, kind, shape, path in checkpoint.ledger():
+        table.add_row(name, kind, " x ".join(map(str, shape)), path)
+    if args.dry_run:
+        Console(width=160).print(table)
+        console.print(f"{len(checkpoint.pairs)} tensors, each used once; nothing was written")
+        return EXIT_OK
+    if args.out is None:
+        raise ValueError("give the folder to write, or --dry-run")
+    with console.status(f"converting to {args.dtype}"):
+        params = checkpoint.load(args.dtype)
+        save_hf(args.out, checkpoint.config, params, checkpoint.tokenizer)
+    console.print(f"wrote {args.out}: {len(checkpoint.pairs)} tensors, {args.dtype}", markup=False)
     return EXIT_OK
 
 

@@ -30,7 +30,7 @@ def compare_with_plain(
     at = first_difference(baseline.token_ids, result.token_ids)
     margin = None
     if at is not None and at < min(len(baseline.token_ids), len(result.token_ids)):
-        encoding = {"system": settings.get("system"), "raw": settings.get("raw", False)}
+        encoding = {key: settings[key] for key in ("system", "raw", "template_args") if key in settings}
         ids = encode_prompt(split_prompts(prompt)[1][0], decoder.tokenizer, decoder.config, **encoding)
         request = Request(**{key: value for key, value in settings.items() if key not in encoding})
         before = ids + baseline.token_ids[:at]

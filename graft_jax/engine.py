@@ -5,7 +5,7 @@ import dataclasses
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from graft_jax.models.transformer import TargetParams
 from graft_jax.programs import Programs, chunk_plan
 from graft_jax.prompts import Prompt, encode_prompt, split_prompts
 from graft_jax.results import Chunk, Generation, row_stats
+from graft_jax.text import RowText
 from graft_jax.tokenizer import Tokenizer
 from graft_jax.tree.templates import Template
 from graft_jax.types import StopReason
@@ -43,12 +44,20 @@ class Request:
     seed: int | Sequence[int] = 0
     ignore_eos: bool = False
     budget: int | None = None
+    stop: str | Sequence[str] = ()
 
     def __post_init__(self):
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens={self.max_new_tokens} must be at least 1")
         if self.budget is not None and self.budget < 1:
             raise ValueError(f"budget={self.budget} must be at least 1 node")
+
+    @property
+    def stop_strings(self) -> list[str]:
+        strings = [self.stop] if isinstance(self.stop, str) else list(self.stop)
+        if not all(isinstance(string, str) and string for string in strings):
+            raise ValueError(f"stop={self.stop!r} must be a text or a list of texts, none of them empty")
+        return strings
 
     def seeds(self, batch: int) -> list[int]:
         if isinstance(self.seed, int):
@@ -160,6 +169,7 @@ class SpeculativeDecoder:
         *,
         system: str | None = None,
         raw: bool = False,
+        template_args: Mapping[str, Any] | None = None,
         on_progress: Callable[[int], None] | None = None,
         **settings: Any,
     ) -> Any:
@@ -170,10 +180,12 @@ class SpeculativeDecoder:
                 several, decoded as one batch.
             system: a system message before text prompts.
             raw: texts are encoded as they are, without the chat template.
+            template_args: variables of the chat template, e.g. `{"enable_thinking": False}`.
             on_progress: is called with the number of new tokens of the batch so far.
             settings: `max_new_tokens` (128), `temperature` (0: greedy), `top_k`, `top_p`, `min_p`, `seed`
                 (an int: row i uses seed + i; or one a prompt), `ignore_eos`, `budget` (tree nodes a round
-                may verify, at most the decoder's).
+                may verify, at most the decoder's), `stop` (texts that end the answer, and are not part of it;
+                they may span tokens).
 
         Returns:
             A `Generation` for one prompt, a list of them for several. After Ctrl-C the partial text, with
@@ -184,7 +196,8 @@ class SpeculativeDecoder:
         """
         request = Request(**settings)
         single, several = split_prompts(prompts)
-        ids = [encode_prompt(p, self.tokenizer, self.config, system=system, raw=raw) for p in several]
+        encoding: Any = {"system": system, "raw": raw, "template_args": template_args}
+        ids = [encode_prompt(prompt, self.tokenizer, self.config, **encoding) for prompt in several]
         session = _Session(self, ids, request)
         with _interruptible() as interrupted:
             for _ in session.slices(ROUNDS_A_SLICE):
@@ -196,7 +209,13 @@ class SpeculativeDecoder:
         return results[0] if single else results
 
     def stream(
-        self, prompt: Prompt, *, system: str | None = None, raw: bool = False, **settings: Any
+        self,
+        prompt: Prompt,
+        *,
+        system: str | None = None,
+        raw: bool = False,
+        template_args: Mapping[str, Any] | None = None,
+        **settings: Any,
     ) -> Iterator[Chunk]:
         """Continues one prompt and yields the text as it comes; the last chunk carries the result.
 
@@ -206,21 +225,19 @@ class SpeculativeDecoder:
         single, several = split_prompts(prompt)
         if not single:
             raise ValueError("stream takes one prompt; got a list of prompts")
-        ids = encode_prompt(several[0], self.tokenizer, self.config, system=system, raw=raw)
+        ids = encode_prompt(
+            several[0], self.tokenizer, self.config, system=system, raw=raw, template_args=template_args
+        )
         return self._stream(_Session(self, [ids], request))
 
     def _stream(self, session: "_Session") -> Iterator[Chunk]:
-        text = self.tokenizer.stream() if self.tokenizer else None
-        seen = int(session.prompt_lengths[0])
         with _interruptible() as interrupted:
             for _ in session.slices(ROUNDS_A_CHUNK):
-                new = session.tokens[0, seen : session.lengths[0]].tolist()
-                seen += len(new)
                 if session.running and not interrupted():
-                    yield Chunk(text=text.push(new) if text else "", token_ids=new)
+                    yield Chunk(text=session.new_text[0], token_ids=session.new_ids[0])
                     continue
-                tail = text.push(new) + text.flush() if text else ""
-                yield Chunk(text=tail, token_ids=new, result=session.results()[0])
+                tail = session.new_text[0] + session.flush()[0]
+                yield Chunk(text=tail, token_ids=session.new_ids[0], result=session.results()[0])
                 return
 
     def margin(
@@ -301,6 +318,12 @@ class _Session:
         self.tokens = self._padded
         self.lengths = self.prompt_lengths.copy()
         self.reasons = np.full(batch, StopReason.RUNNING)
+        stops, tokenizer = request.stop_strings, decoder.tokenizer
+        if stops and tokenizer is None:
+            raise ValueError("stop texts need a tokenizer, and the model has none")
+        self.texts = [RowText(tokenizer, stops) for _ in prompts] if tokenizer else []
+        self.new_ids: list[list[int]] = [[] for _ in prompts]
+        self.new_text = [""] * batch
 
     @property
     def running(self) -> bool:
@@ -358,12 +381,25 @@ class _Session:
 
     def _look(self) -> None:
         """Waits for the device and copies what the host needs to see."""
-        state = self.state
-        assert state is not None
-        tokens, length, reasons = jax.device_get((state.tokens, state.length, state.reason))
-        self.tokens, self.reasons = tokens, reasons
+        assert self.state is not None
+        before = self.lengths
+        self.tokens, length, reasons = jax.device_get((self.state.tokens, self.state.length, self.state.reason))
         # The cached length leaves out the root, which is the last committed token.
-        self.lengths = np.asarray(length) + 1
+        self.lengths, self.reasons = np.array(length) + 1, np.array(reasons)
+        self.new_ids = [self.tokens[row, a:b].tolist() for row, (a, b) in enumerate(zip(before, self.lengths))]
+        for row, text in enumerate(self.texts):
+            self.new_text[row] = text.push(self.new_ids[row])
+            if text.stopped and self.lengths[row] >= self.prompt_lengths[row] + text.count:
+                excess = self.lengths[row] - self.prompt_lengths[row] - text.count
+                self.new_ids[row] = self.new_ids[row][: len(self.new_ids[row]) - excess]
+                self.lengths[row] -= excess
+                self.reasons[row] = StopReason.STOP
+        if (self.reasons != reasons).any():
+            self.state = self.state.replace(reason=jnp.asarray(self.reasons))
+
+    def flush(self) -> list[str]:
+        """The texts that were held back, when nothing more will come."""
+        return [text.flush() for text in self.texts] or [""] * len(self.new_text)
 
     @contextlib.contextmanager
     def _clock(self, name: str):
@@ -378,6 +414,7 @@ class _Session:
         """The rows as they stand."""
         assert self.state is not None
         decoder = self.decoder
+        self.flush()
         statistics = jax.device_get(self.state.statistics)
         results = []
         for row, (start, end) in enumerate(zip(self.prompt_lengths, self.lengths)):
@@ -385,7 +422,7 @@ class _Session:
             reason = StopReason(int(self.reasons[row]))
             reason = StopReason.INTERRUPTED if reason == StopReason.RUNNING else reason
             stats = row_stats(statistics, row, new_tokens=len(ids), policy=decoder.policy, seconds=self.seconds)
-            text = decoder.tokenizer.decode(ids) if decoder.tokenizer else ""
+            text = self.texts[row].text if self.texts else ""
             results.append(
                 Generation(prompt_tokens=int(start), token_ids=ids, text=text, finish_reason=reason.label, stats=stats)
             )

@@ -57,8 +57,8 @@ def test_generate_for_people(capsys):
         (["--prompt-ids", "5", "--budget", "0"], "budget=0"),
         (["--prompt-ids", "5", "--template", "wide"], "template='wide'"),
         (["text"], "no tokenizer"),
-        ([], "PROMPT"),
-        (["text", "--prompt-ids", "5"], "PROMPT"),
+        ([], "one of PROMPT"),
+        (["text", "--prompt-ids", "5"], "one of PROMPT"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(capsys, args, message):
@@ -100,3 +100,71 @@ def test_the_packaged_model(capsys):
     assert report["compare"]["equal"] or report["compare"]["margin"] < 1e-3
     assert result["stats"]["mean_acceptance_length"] > 1.3
     assert result["text"] and "<|im_" not in result["text"]
+    # A stop text that spans tokens cuts the answer before its first occurrence.
+    stop = result["text"][10:17]
+    (cut,) = json.loads(run(capsys, *args, "--stop", stop)[1])["results"]
+    assert cut["text"] == result["text"][: result["text"].find(stop)] and cut["finish_reason"] == "stop"
+    assert cut["token_ids"] == result["token_ids"][: len(cut["token_ids"])]
+
+
+FAST = ["--model", MODEL, "--dtype", "float32", "--max-length", "128", "--max-new-tokens", "6", "--method", "ar"]
+
+
+def test_prompts_file_resumes_without_repeating_or_losing(capsys, tmp_path):
+    source, out = tmp_path / "prompts.jsonl", tmp_path / "results.jsonl"
+    prompts = toy.safe_prompts("llama", 3)
+    lines = [json.dumps({"prompt": prompt, "question_id": i}) for i, prompt in enumerate(prompts)]
+    lines.insert(1, json.dumps({"prompt": [5] * 200}))
+    source.write_text("\n".join(lines) + "\n")
+    status, _, err = run(capsys, "generate", *FAST, "--prompts", str(source), "--out", str(out))
+    assert status == 1 and "line 2" in err  # too long a prompt fails alone
+    whole = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [item["line"] for item in whole] == [1, 2, 3, 4] and "error" in whole[1]
+    assert [item.get("question_id") for item in whole] == [0, None, 1, 2]
+    # A run that was killed while writing its third line goes on there.
+    text = out.read_text().splitlines(keepends=True)
+    out.write_text("".join(text[:2]) + text[2][:40])
+    status, _, err = run(capsys, "generate", *FAST, "--prompts", str(source), "--out", str(out))
+    again = [json.loads(line) for line in out.read_text().splitlines()]
+    assert status == 0 and "2 of 4" in err
+
+    def tokens(items):
+        return [[r["token_ids"] for r in item.get("results", [])] for item in items]
+
+    assert tokens(again) == tokens(whole)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [("{", "prompts.jsonl:2: no JSON"), ("[1]", "prompts.jsonl:2: needs"), ('{"turns": []}', "prompts.jsonl:2: turns"),
+     ('{"prompt": 3}', "prompts.jsonl:2: prompt"), ('{"messages": [{}]}', "prompts.jsonl:2: messages"),
+     ('{"prompt": "a", "turns": ["b"]}', "prompts.jsonl:2: needs")],
+)  # fmt: skip
+def test_a_broken_line_is_named(capsys, tmp_path, line, message):
+    source = tmp_path / "prompts.jsonl"
+    source.write_text('{"prompt": [5]}\n' + line + "\n")
+    status, out, err = run(capsys, "generate", *FAST, "--prompts", str(source))
+    assert status == 2 and out == "" and message in err
+
+
+def test_template_args_are_parsed():
+    parse = cli._template_args
+    assert parse(["enable_thinking=false", "name=Bo", "n=3"]) == {"enable_thinking": False, "name": "Bo", "n": 3}
+    with pytest.raises(ValueError, match="NAME=VALUE"):
+        parse(["thinking"])
+
+
+def test_convert_round_trips(capsys, tmp_path):
+    status, out, err = run(capsys, "convert", MODEL, "--dry-run")
+    assert status == 0 and "model.embed_tokens.weight" in out and not list(tmp_path.iterdir())
+    status, _, err = run(capsys, "convert", MODEL, str(tmp_path / "copy"), "--dtype", "bfloat16")
+    assert status == 0
+    import safetensors.numpy
+
+    first = safetensors.numpy.load_file(toy.FOLDER / "llama" / "model.safetensors")
+    second = safetensors.numpy.load_file(tmp_path / "copy" / "model.safetensors")
+    assert first.keys() == second.keys()
+    assert all((first[name].view("uint16") == second[name].view("uint16")).all() for name in first)
+    status, _, err = run(capsys, "convert", MODEL, str(tmp_path / "copy"))
+    assert status == 2 and "exists already" in err
+    assert run(capsys, "convert", MODEL)[0] == 2
