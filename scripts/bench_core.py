@@ -176,7 +176,7 @@ def _summaries(records: list[dict], settings: dict) -> list[dict]:
             "plain_tokens_per_second": total["base_emitted"] / total["base_seconds"],
             "speedup": total["emitted"] / total["seconds"] / (total["base_emitted"] / total["base_seconds"]),
             "different": sum(not r["equal"] for r in group),
-            "margins": [r["margin"] for r in group if r["margin"] is not None],
+            "largest_margin": max((abs(r["margin"]) for r in group if r["margin"] is not None), default=None),
         })  # fmt: skip
     return rows
 

@@ -1,6 +1,8 @@
 """Tree structure, templates, hybrid trees: against sets, recursion and dictionaries."""
 
 import functools
+import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +54,15 @@ def test_published_templates():
     for outer, inner in zip(stages, stages[1:]):
         assert set(inner.paths) < set(outer.paths)
     assert all(t.paths.count((0,) * 9) == 1 and t.width <= 8 for t in stages)
+
+
+def test_graft_preset_is_the_templates():
+    preset = json.loads((Path(__file__).parent.parent / "configs" / "graft" / "qwen3-8b.json").read_text())
+    for name, template in (("d0", templates.GRAFT_D0), ("d1", templates.GRAFT_D1), ("d5", templates.GRAFT_D5)):
+        stage = preset["stages"][name]
+        assert tuple(stage["depth_counts"]) == template.depth_counts
+        assert stage["retrieved"] == len(template) == preset["budget"] - stage["drafted"]
+        assert all(0 < thresholds[name] < 1 for thresholds in preset["thresholds"].values())
 
 
 @pytest.mark.parametrize("size", [3, 5, 7, 15, 31])
