@@ -2,9 +2,10 @@
 
 from typing import Any
 
-from graft_jax.engine import Request, SpeculativeDecoder
+from graft_jax.engine import SpeculativeDecoder
 from graft_jax.prompts import encode_prompt, split_prompts
 from graft_jax.results import Generation
+from graft_jax.session import Request
 
 
 def first_difference(left: list[int], right: list[int]) -> int | None:

@@ -31,8 +31,9 @@ from graft_jax.bench.timing import interleaved
 from graft_jax.compare import first_difference
 from graft_jax.drafters.empty import Empty
 from graft_jax.drafters.graft import Graft, Stage
-from graft_jax.engine import Request, SpeculativeDecoder
+from graft_jax.engine import SpeculativeDecoder
 from graft_jax.retrieval.adjacency import SuccessorTable
+from graft_jax.session import Request
 from graft_jax.tree import templates
 
 console = Console(stderr=True)

@@ -105,12 +105,12 @@ def test_case_11_the_end_of_the_cache():
 def test_case_11_rounds_at_the_end_leave_the_prompts_rows_alone():
     """Cache rows of the prompt are the same bytes before and after the rounds at the cache's end."""
     config, params, line = truth()
-    from graft_jax.engine import Request, _Session
+    from graft_jax.session import Request, Session
 
     engine = SpeculativeDecoder(config, params, None, Oracle(K), max_length=64)
     prompt = (PROMPT * 15)[:60]
     engine.memory = oracle_memory([prompt + line], [0])
-    session = _Session(engine, [prompt], Request(max_new_tokens=10, ignore_eos=True))
+    session = Session(engine, [prompt], Request(max_new_tokens=10, ignore_eos=True))
     rows = []
     for _ in session.slices(1):
         assert session.state is not None
@@ -181,11 +181,11 @@ def edge_decoder():
 def test_case_16_a_rounds_update_is_seen_by_the_next_round_only():
     """The draft of a round is what the table held before it."""
     config, params = tiny("q")
-    from graft_jax.engine import Request, _Session
+    from graft_jax.session import Request, Session
 
     engine = edge_decoder()
     engine.reset_memory()
-    session = _Session(engine, [PROMPT], Request(max_new_tokens=12, ignore_eos=True))
+    session = Session(engine, [PROMPT], Request(max_new_tokens=12, ignore_eos=True))
     drafter = engine.spec.drafter
     slices = session.slices(1)
     next(slices)

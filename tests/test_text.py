@@ -49,7 +49,7 @@ def test_text_is_cut_at_the_first_stop(ids, stops, cuts):
 
 @pytest.mark.parametrize("stop", ["", ["a", ""], [1]])
 def test_bad_stops_are_refused(stop):
-    from graft_jax.engine import Request
+    from graft_jax.session import Request
 
     with pytest.raises(ValueError, match="stop="):
         _ = Request(stop=stop).stop_strings
