@@ -7,12 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
-from oracles import Oracle, naive_generate, oracle_memory, tiny
+from oracles import Oracle, naive_generate, oracle_memory, safe_seed, tiny
 
 from graft_jax import decode, sampling
 from graft_jax.drafters.empty import Empty
 from graft_jax.drafters.graft import Graft, Stage
-from graft_jax.drafters.lookup import Lookup
 from graft_jax.engine import SpeculativeDecoder
 from graft_jax.retrieval.adjacency import SuccessorTable
 from graft_jax.tree import templates
@@ -29,7 +28,7 @@ def recycling(V, order=3, budget=7, attach="root"):
 @functools.cache
 def decoder(name, method):
     config, params = toy.load(name)
-    drafter = {"ar": Empty(), "lookup": Lookup(7), "recycling": recycling(config.vocab_size)}[method]
+    drafter = {"ar": Empty(), "recycling": recycling(config.vocab_size)}[method]
     return SpeculativeDecoder(config, params, None, drafter, max_length=128, method=method, row_buckets=(4,))
 
 
@@ -39,7 +38,7 @@ def prompts(name):
 
 
 @pytest.mark.parametrize("name", toy.NAMES)
-@pytest.mark.parametrize("method", ["ar", "lookup", "recycling"])
+@pytest.mark.parametrize("method", ["ar", "recycling"])
 def test_greedy_equals_naive(name, method):
     engine = decoder(name, method)
     lines = prompts(name)
@@ -56,8 +55,7 @@ def test_greedy_equals_naive(name, method):
         assert acceptance == 1
     else:
         assert acceptance > 1.3
-        source = "retrieved" if method == "recycling" else "drafted"
-        assert sum(out.stats.accepted[source] for out in outs) > 20
+        assert sum(out.stats.accepted["retrieved"] for out in outs) > 20
 
 
 @pytest.mark.parametrize("name", toy.NAMES)
@@ -67,19 +65,8 @@ def test_greedy_equals_naive(name, method):
 def test_sampled_equals_naive(name, settings):
     """With seeds whose smallest margin, noise included, is no near-tie."""
     engine, lines = decoder(name, "recycling"), prompts(name)
-    seeds = []
-    expected = []
-    for prompt in lines:
-        for seed in range(100, 140):
-            tokens, margin = naive_generate(
-                engine.config, engine.params.target, prompt, 24, sampling.make([seed], **settings)
-            )
-            if margin > 1e-2:
-                break
-        else:
-            pytest.fail("no seed without near-ties")
-        seeds.append(seed)
-        expected.append(tokens)
+    found = [safe_seed(engine.config, engine.params.target, prompt, 24, **settings) for prompt in lines]
+    seeds, expected = [seed for seed, _ in found], [tokens for _, tokens in found]
     engine.reset_memory()
     for _ in range(2):  # the second time the table is full of this very text
         outs = engine.generate(lines, max_new_tokens=24, ignore_eos=True, seed=seeds, **settings)
