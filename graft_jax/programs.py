@@ -7,10 +7,11 @@ and batch size: a decoder needs a handful, whatever lengths, seeds, temperatures
 import ctypes
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from graft_jax import decode
 from graft_jax.decode import DecodeSpec
@@ -37,27 +38,48 @@ class Programs:
         self.compiled: dict[tuple, Any] = {}
         self.compile_seconds = 0.0
 
+    def prepare(self, init_args: tuple, chunk_sizes: Iterable[int]) -> None:
+        """Compiles what a generation needs, before its cache is allocated: so the two peaks of memory do not meet.
+
+        Args:
+            init_args: what `init` will be called with.
+            chunk_sizes: of the prefill chunks to come.
+        """
+        params = init_args[0]
+        state = jax.eval_shape(lambda *args: decode.init_state(self.spec, *args), *init_args)
+        for size in sorted(set(chunk_sizes)):
+            self._prefill(size, params, state)
+        self._run(params, state)
+
     def init(self, *args: Any) -> decode.DecodeState:
         """`decode.init_state`. A memory is donated."""
         batch, has_memory = args[1].shape[0], args[-1] is not None
-        return self._call(("init", batch, has_memory), decode.init_state, (7,), args)
+        return self._program(("init", batch, has_memory), decode.init_state, (7,), args)(*args)
 
     def prefill(self, params, state, start: int, size: int) -> decode.DecodeState:
+        return self._prefill(size, params, state)(params, state, jnp.int32(start))
+
+    def run(self, params, state, rounds: int) -> decode.DecodeState:
+        return self._run(params, state)(params, state, jnp.int32(rounds))
+
+    def next_scores(self, params, state) -> jax.Array:
+        args = (params, state)
+        return self._program(("next_scores", state.tokens.shape[0]), decode.next_scores, (), args)(*args)
+
+    # The state is donated: its cache is the largest array there is, and is written in place.
+
+    def _prefill(self, size: int, params, state) -> Callable:
         def chunk(spec, params, state, start):
             return decode.prefill_chunk(spec, params, state, start, size)
 
-        # The state is donated: its cache is the largest array there is, and is written in place.
-        start = jax.numpy.int32(start)
-        return self._call(("prefill", state.tokens.shape[0], size), chunk, (1,), (params, state, start))
+        key = ("prefill", state.tokens.shape[0], size)
+        return self._program(key, chunk, (1,), (params, state, jnp.int32(0)))
 
-    def run(self, params, state, rounds: int) -> decode.DecodeState:
-        rounds = jax.numpy.int32(rounds)
-        return self._call(("run", state.tokens.shape[0]), decode.run, (1,), (params, state, rounds))
+    def _run(self, params, state) -> Callable:
+        return self._program(("run", state.tokens.shape[0]), decode.run, (1,), (params, state, jnp.int32(0)))
 
-    def next_scores(self, params, state) -> jax.Array:
-        return self._call(("next_scores", state.tokens.shape[0]), decode.next_scores, (), (params, state))
-
-    def _call(self, key: tuple, function: Callable, donate: tuple[int, ...], args: tuple) -> Any:
+    def _program(self, key: tuple, function: Callable, donate: tuple[int, ...], args: tuple) -> Callable:
+        """The compiled function for arguments like `args`, which may be abstract."""
         if key not in self.compiled:
             start = time.perf_counter()
 
@@ -67,7 +89,7 @@ class Programs:
             self.compiled[key] = jax.jit(bound, donate_argnums=donate).lower(*args).compile()
             _release_memory()
             self.compile_seconds += time.perf_counter() - start
-        return self.compiled[key](*args)
+        return self.compiled[key]
 
 
 def _release_memory() -> None:

@@ -114,13 +114,21 @@ class Session:
             raise ValueError(f"budget={budget} is above the decoder's {spec.drafter.capacity} nodes")
         stops = self.stop_ids + [-1] * (MAX_STOP_TOKENS - len(self.stop_ids))
         limit = np.minimum(self.prompt_lengths + request.max_new_tokens, spec.max_length)
+        plan = chunk_plan(int(self.prompt_lengths.max()) - 1)
         memory, decoder.memory = decoder.memory, None  # donated
-        self.state = programs.init(
-            decoder.params, jnp.asarray(self._padded), jnp.asarray(self.prompt_lengths, jnp.int32),
-            jnp.asarray(limit, jnp.int32), jnp.full(batch, budget, jnp.int32),
-            jnp.asarray(stops, jnp.int32), self.sampling, memory,
-        )  # fmt: skip
-        for start, size in chunk_plan(int(self.prompt_lengths.max()) - 1):
+        args = (
+            decoder.params,
+            jnp.asarray(self._padded),
+            jnp.asarray(self.prompt_lengths, jnp.int32),
+            jnp.asarray(limit, jnp.int32),
+            jnp.full(batch, budget, jnp.int32),
+            jnp.asarray(stops, jnp.int32),
+            self.sampling,
+            memory,
+        )
+        programs.prepare(args, [size for _, size in plan])
+        self.state = programs.init(*args)
+        for start, size in plan:
             self.state = programs.prefill(decoder.params, self.state, start, size)
         jax.block_until_ready(self.state)
 
