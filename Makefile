@@ -22,7 +22,7 @@ $(VENV)/.setup-%: $(VENV)/.setup
 	touch $@
 
 demo: setup
-	$(BIN)/graft-jax generate --compare "Explain in a few sentences why the sky is blue."
+	$(BIN)/graft-jax generate --compare "Explain how to make tea, coffee and hot chocolate, step by step."
 
 test: $(VENV)/.setup-test
 	$(BIN)/python -m pytest -n 2 -m "not slow and not parity" $(ARGS)
