@@ -37,7 +37,7 @@ class SuccessorTable:
     num_tokens: int
     order: int = 3
     width: int = 8
-    log2_rows: int = 18
+    log2_rows: int = 16
 
     def __post_init__(self):
         if not 1 <= self.order <= 8:
