@@ -13,7 +13,7 @@ from graft_jax.tree import templates
 from graft_jax.tree.structure import DraftTree
 
 V = 12
-TABLE = SuccessorTable(V, order=3, width=3, log2_rows=10)
+TABLE = SuccessorTable(V, order=3, width=3, log2_rows=14)  # no two contexts of the tests share a row
 _update = jax.jit(TABLE.update)
 _summed = jax.jit(TABLE.update_summed)
 _lookup = jax.jit(TABLE.lookup)
