@@ -16,6 +16,29 @@ def first_difference(left: list[int], right: list[int]) -> int | None:
     return None if len(left) == len(right) else min(len(left), len(right))
 
 
+def difference(
+    plain: SpeculativeDecoder, prompt: Any, baseline: Generation, result: Generation, settings: dict[str, Any]
+) -> tuple[int | None, float | None]:
+    """Where an output leaves plain decoding's, and plain decoding's margin between the two tokens there.
+
+    Args:
+        plain: the decoder that made `baseline`.
+        settings: arguments of `generate` that both had.
+
+    Returns:
+        Index of the first difference and the margin; None where there is none.
+    """
+    at = first_difference(baseline.token_ids, result.token_ids)
+    margin = None
+    if at is not None and at < min(len(baseline.token_ids), len(result.token_ids)):
+        encoding = {key: settings[key] for key in ("system", "raw", "template_args") if key in settings}
+        ids = encode_prompt(split_prompts(prompt)[1][0], plain.tokenizer, plain.config, **encoding)
+        request = Request(**{key: value for key, value in settings.items() if key not in encoding})
+        before = ids + baseline.token_ids[:at]
+        margin = plain.margin(before, baseline.token_ids[at], result.token_ids[at], request)
+    return at, margin
+
+
 def compare_with_plain(
     decoder: SpeculativeDecoder, prompt: Any, result: Generation, settings: dict[str, Any]
 ) -> dict[str, Any]:
@@ -29,14 +52,7 @@ def compare_with_plain(
     plain = decoder.with_method("ar")
     plain.generate(prompt, **{**settings, "max_new_tokens": 2})  # compile and touch everything once
     baseline = plain.generate(prompt, **settings)
-    at = first_difference(baseline.token_ids, result.token_ids)
-    margin = None
-    if at is not None and at < min(len(baseline.token_ids), len(result.token_ids)):
-        encoding = {key: settings[key] for key in ("system", "raw", "template_args") if key in settings}
-        ids = encode_prompt(split_prompts(prompt)[1][0], decoder.tokenizer, decoder.config, **encoding)
-        request = Request(**{key: value for key, value in settings.items() if key not in encoding})
-        before = ids + baseline.token_ids[:at]
-        margin = plain.margin(before, baseline.token_ids[at], result.token_ids[at], request)
+    at, margin = difference(plain, prompt, baseline, result, settings)
     speed, base = result.stats.tokens_per_second, baseline.stats.tokens_per_second
     return {
         "equal": at is None,

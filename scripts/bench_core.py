@@ -28,12 +28,11 @@ from rich.table import Table
 from graft_jax import decode, sampling
 from graft_jax.bench.datasets import loops, read_first_turns
 from graft_jax.bench.timing import interleaved
-from graft_jax.compare import first_difference
+from graft_jax.compare import difference
 from graft_jax.drafters.empty import Empty
 from graft_jax.drafters.graft import Graft, Stage
 from graft_jax.engine import SpeculativeDecoder
 from graft_jax.retrieval.adjacency import SuccessorTable
-from graft_jax.session import Request
 from graft_jax.tree import templates
 
 console = Console(stderr=True)
@@ -145,13 +144,7 @@ def acceptance(model: str, dtype: str, files: list[str], limit: int, new_tokens:
 
 def _record(plain, prompt, outs, settings) -> dict:
     mine, base = outs["recycling"], outs["ar"]
-    at = first_difference(base.token_ids, mine.token_ids)
-    margin = None
-    if at is not None and at < min(len(base.token_ids), len(mine.token_ids)):
-        from graft_jax.prompts import encode_prompt
-
-        ids = encode_prompt(prompt, plain.tokenizer, plain.config, system=None, raw=False)
-        margin = plain.margin(ids + base.token_ids[:at], base.token_ids[at], mine.token_ids[at], Request(**settings))
+    at, margin = difference(plain, prompt, base, mine, settings)
     return {
         "loops": loops(base.token_ids), "emitted": len(mine.token_ids), "rounds": mine.stats.rounds,
         "seconds": mine.stats.decode_seconds, "base_emitted": len(base.token_ids),

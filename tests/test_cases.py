@@ -1,5 +1,6 @@
 """Faults that users met elsewhere, as tests: stops, limits, the end of the cache, compiles, retrieval edges."""
 
+import dataclasses
 import functools
 
 import jax
@@ -36,14 +37,8 @@ def generate(slot=K, eos=(), **settings):
     engine = oracle_decoder()
     _, _, line = truth()
     engine.memory = oracle_memory([PROMPT + line], [slot])
-    engine.config = dataclass_replace(engine.config, eos_token_ids=tuple(eos))
+    engine.config = dataclasses.replace(engine.config, eos_token_ids=tuple(eos))
     return engine.generate(PROMPT, **{"max_new_tokens": 40, **settings})
-
-
-def dataclass_replace(config, **changes):
-    import dataclasses
-
-    return dataclasses.replace(config, **changes)
 
 
 @pytest.mark.parametrize("i", range(9))
