@@ -53,7 +53,22 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--method", default="recycling", help="drafting method; see `graft-jax info`")
     generate.add_argument("--budget", type=int, help="tree nodes to verify a round, beside the root")
     generate.add_argument("--table-order", type=int, default=3, help="longest retrieval context, in tokens")
-    generate.add_argument("--template", default="narrow", help="retrieval template: narrow, graft or recycling")
+    generate.add_argument("--template", help="retrieval template: narrow, graft or recycling; the method's if none")
+    generate.add_argument("--drafter", metavar="PATH", help="draft head: HF folder or hub id (eagle3, graft)")
+    generate.add_argument("--draft-rope", default="auto", metavar="BASE", help="the head's rotary base: auto, config"
+                          " or a number (many heads were trained with 10000 whatever their config says)")  # fmt: skip
+    generate.add_argument("--calibration", metavar="FILE.json", help="gates, thresholds and tree sizes")
+    generate.add_argument("--draft-depth", type=int, metavar="D", help="expansions of the draft tree")
+    generate.add_argument("--draft-top-k", type=int, metavar="K", help="beam of the draft tree")
+    generate.add_argument("--gates", type=_numbers(int), metavar="DEPTHS", help="where drafting may stop, e.g. 0,1,5;"
+                          " '' for nowhere")  # fmt: skip
+    generate.add_argument("--thresholds", type=_numbers(float), metavar="P", help="one a gate, e.g. 0.14,0.13,0.49")
+    generate.add_argument("--gate-measure", default="best", help="confidence at a gate: best (path) or beam (sum)")
+    generate.add_argument("--prune", action=argparse.BooleanOptionalAction, default=True,
+                          help="stop drafting at closed gates (graft)")  # fmt: skip
+    generate.add_argument("--retrieval", action=argparse.BooleanOptionalAction, default=True,
+                          help="fill freed slots with retrieved tokens (graft)")  # fmt: skip
+    generate.add_argument("--attach", default="root", help="where retrieved tokens hang: root, tail or ends (graft)")
     generate.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
     generate.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy")
     generate.add_argument("--top-k", type=int, default=0, metavar="K", help="0 keeps all tokens")
@@ -103,8 +118,8 @@ def _generate(args: argparse.Namespace, console: Console) -> int:
     with console.status("loading the model"):
         decoder = SpeculativeDecoder.from_pretrained(
             args.model, method=args.method, dtype=args.dtype, max_length=args.max_length,
-            strict_config=args.strict_config, budget=args.budget, table_order=args.table_order,
-            template=args.template,
+            strict_config=args.strict_config, drafter=args.drafter, draft_rope=args.draft_rope,
+            calibration=args.calibration, **_options(args),
         )  # fmt: skip
     settings: dict[str, Any] = dict(
         max_new_tokens=args.max_new_tokens, temperature=args.temperature, top_k=args.top_k, top_p=args.top_p,
@@ -145,6 +160,27 @@ def _generate(args: argparse.Namespace, console: Console) -> int:
     else:
         console.print(_summary(decoder, result, comparison, compiling + result.stats.compile_seconds))
     return EXIT_OK
+
+
+def _options(args: argparse.Namespace) -> dict[str, Any]:
+    """The settings of the method that were given; those that were not leave room for a calibration's."""
+    given = {name: getattr(args, name) for name in (
+        "budget", "table_order", "template", "draft_depth", "draft_top_k", "gates", "thresholds", "prune",
+        "retrieval", "attach",
+    )}  # fmt: skip
+    if args.gate_measure != "best":
+        given["gate_measure"] = args.gate_measure
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _numbers(kind: type) -> Any:
+    """An argument of numbers with commas between them."""
+
+    def parse(text: str) -> tuple:
+        return tuple(kind(part) for part in text.split(",") if part)
+
+    parse.__name__ = f"list of {kind.__name__}s"  # argparse names it in its message
+    return parse
 
 
 def _print_stream(decoder, prompt, settings, console: Console):

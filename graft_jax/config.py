@@ -28,7 +28,7 @@ _INERT = frozenset(
     """.split()
 )
 # Keys of which only one value means "this feature is off"; anything else is refused.
-_OFF_VALUES: dict[str, tuple[Any, ...]] = {
+OFF_VALUES: dict[str, tuple[Any, ...]] = {
     "pretraining_tp": (1, None),
     "attention_dropout": (0, 0.0, None),
     "embedding_multiplier": (1, 1.0, None),
@@ -186,7 +186,7 @@ class ModelConfig:
         eos = [eos] if isinstance(eos, int) else eos or []
         if not all(isinstance(token, int) and not isinstance(token, bool) for token in eos):
             raise ValueError(f"{where}: eos_token_id={eos!r} must be a whole number or a list of them")
-        for key, allowed in _OFF_VALUES.items():
+        for key, allowed in OFF_VALUES.items():
             value = reader.take(key, object, None)
             if value not in allowed:
                 raise ValueError(f"{where}: {key}={value!r} is not supported")
@@ -202,7 +202,7 @@ class ModelConfig:
             or (128 if family == "qwen3" else hidden // max(heads, 1)),
             rms_norm_eps=reader.number("rms_norm_eps", 1e-6),
             max_position=max_position,
-            rope=_read_rope(reader, max_position),
+            rope=read_rope(reader, max_position),
             tie_embeddings=reader.take("tie_word_embeddings", bool, False),
             qk_norm=family == "qwen3",
             qkv_bias=attention_bias,
@@ -218,7 +218,7 @@ class ModelConfig:
 
     def to_hf(self) -> dict[str, Any]:
         """The Hugging Face `config.json` object of this model."""
-        scaling = _rope_to_hf(self.rope)
+        scaling = rope_to_hf(self.rope)
         architectures = {
             "llama": "LlamaForCausalLM",
             "qwen2": "Qwen2ForCausalLM",
@@ -292,7 +292,7 @@ class Reader:
             warnings.warn(f"{self.where}: unknown keys {unknown} are ignored", stacklevel=4)
 
 
-def _read_rope(reader: Reader, max_position: int) -> RopeConfig:
+def read_rope(reader: Reader, max_position: int) -> RopeConfig:
     """Reads rope from `rope_theta` + `rope_scaling`, or from transformers 5's `rope_parameters`."""
     theta = reader.number("rope_theta", None)
     old = reader.take("rope_scaling", (dict, type(None)), None)
@@ -341,7 +341,7 @@ def _only_one(inner: Reader, outer: Reader, key: str, first: Any, second: Any) -
     return first if first is not None else second
 
 
-def _rope_to_hf(rope: RopeConfig) -> dict[str, Any] | None:
+def rope_to_hf(rope: RopeConfig) -> dict[str, Any] | None:
     if rope.kind == "default":
         return None
     scaling: dict[str, Any] = {"rope_type": rope.kind, "factor": rope.factor}

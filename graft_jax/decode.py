@@ -128,7 +128,7 @@ def init_state(
         tokens=tokens, length=zero, prompt_length=prompt_length, limit=limit, budget=budget,
         stop_tokens=stop_tokens, reason=zero, sampling=sampling,
         cache=kv.init(spec.model, B, spec.cache_size, jnp.dtype(spec.cache_dtype)),
-        draft=spec.drafter.init(params, B, spec.max_length, memory),
+        draft=spec.drafter.init(params, B, spec.cache_size, memory),
         statistics=Statistics(zero, zero, zero, by_source, by_source, by_depth, by_depth, by_depth),
     )  # fmt: skip
 

@@ -10,10 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from graft_jax import methods
+from graft_jax.calibration import read_calibration
 from graft_jax.config import ModelConfig
 from graft_jax.decode import DecodeSpec
 from graft_jax.drafters.base import Drafter, Params
 from graft_jax.io.checkpoint import load_target
+from graft_jax.io.drafter import load_eagle3
 from graft_jax.models.transformer import TargetParams
 from graft_jax.programs import Programs
 from graft_jax.prompts import Prompt, encode_prompt, split_prompts
@@ -41,6 +43,8 @@ class SpeculativeDecoder:
         method: the name that results carry.
         row_buckets: see `DecodeSpec`; only those below the drafter's capacity matter.
         name: what the model is called in results.
+        head: the draft head's configuration and weights, for methods that need one.
+        thresholds: of the drafter's gates.
     """
 
     def __init__(
@@ -54,19 +58,14 @@ class SpeculativeDecoder:
         method: str = "custom",
         row_buckets: tuple[int, ...] = (),
         name: str = "custom",
+        head: tuple[Any, Any] | None = None,
+        thresholds: Sequence[float] = (),
     ):
-        self.config, self.tokenizer = config, tokenizer
-        self.params = Params(target=params)
+        self.config, self.tokenizer, self.head = config, tokenizer, head
+        self.params = Params(params, head and head[1], jnp.asarray(thresholds, jnp.float32))
         self.method, self.name = method, name
-        on_cpu = jax.default_backend() == "cpu"
-        self.spec = DecodeSpec(
-            config,
-            drafter,
-            max_length,
-            row_buckets,
-            attention_block=CPU_ATTENTION_BLOCK if on_cpu else 0,
-            cache_dtype="float32" if on_cpu else self.dtype,
-        )
+        block, cache_dtype = _cache_settings(self.dtype)
+        self.spec = DecodeSpec(config, drafter, max_length, row_buckets, block, cache_dtype)
         self.programs = Programs(self.spec)
         self.memory: Any = None  # what the drafter learned; donated by every call, and set again after it
 
@@ -79,9 +78,12 @@ class SpeculativeDecoder:
         dtype: str = "bfloat16",
         max_length: int = 2048,
         strict_config: bool = False,
+        drafter: str | Path | None = None,
+        draft_rope: str | float = "auto",
+        calibration: str | Path | None = None,
         **options: Any,
     ) -> "SpeculativeDecoder":
-        """Loads a target.
+        """Loads a target, and the draft head if the method needs one.
 
         Args:
             model: a packaged name, a GGUF file, a Hugging Face folder or a hub id.
@@ -89,6 +91,10 @@ class SpeculativeDecoder:
             dtype: "bfloat16" or "float32".
             max_length: most tokens of a row, prompt and new ones together.
             strict_config: unknown keys of the model's config are errors.
+            drafter: the draft head: a Hugging Face folder or a hub id.
+            draft_rope: base of the head's rotary frequencies (see `Eagle3Config.from_hf`).
+            calibration: a file of `graft-jax calibrate`: gates, thresholds and tree sizes, unless `options` say
+                otherwise.
             options: fields of `methods.Options`, e.g. `budget=7`.
 
         Raises:
@@ -98,23 +104,38 @@ class SpeculativeDecoder:
         unknown = set(options) - {field.name for field in dataclasses.fields(methods.Options)}
         if unknown:
             raise ValueError(f"unknown options {sorted(unknown)}")
+        if calibration is not None:
+            options = {**read_calibration(calibration, method), **options}
         settings = methods.Options(**options)
         if max_length < 2:
             raise ValueError(f"max_length={max_length} must be at least 2 tokens")
+        if (chosen.head is None) != (drafter is None):
+            needs = f"needs {chosen.needs}: give drafter=" if chosen.head else f"takes no drafter, got {drafter!r}"
+            raise ValueError(f"method {method!r} {needs}")
         config, params, tokenizer = load_target(model, dtype=dtype, strict_config=strict_config)
-        return cls(
-            config, params, tokenizer, chosen.build(config, settings),
-            max_length=max_length, method=method, row_buckets=chosen.row_buckets, name=str(model),
-        )  # fmt: skip
+        head = None
+        if drafter is not None:
+            head = load_eagle3(drafter, config, dtype=dtype, rope=draft_rope, target_embed=params.embed)
+        return _build(method, settings, config, params, tokenizer, max_length, str(model), head)
 
     def with_method(self, method: str, **options: Any) -> "SpeculativeDecoder":
         """A decoder over the same weights with another method, e.g. "ar" as the baseline."""
-        chosen = methods.get(method)
-        return SpeculativeDecoder(
-            self.config, self.params.target, self.tokenizer,
-            chosen.build(self.config, methods.Options(**options)), max_length=self.spec.max_length,
-            method=method, row_buckets=chosen.row_buckets, name=self.name,
-        )  # fmt: skip
+        settings, length = methods.Options(**options), self.spec.max_length
+        head = self.head if methods.get(method).head else None
+        if methods.get(method).head and head is None:
+            raise ValueError(f"method {method!r} needs {methods.get(method).needs}; this decoder was loaded without")
+        return _build(method, settings, self.config, self.params.target, self.tokenizer, length, self.name, head)
+
+    def set_thresholds(self, thresholds: Sequence[float]) -> None:
+        """Other thresholds for the drafter's gates; compiles nothing.
+
+        Raises:
+            ValueError: their number is not that of the gates.
+        """
+        count = self.params.thresholds.shape[0]
+        if len(thresholds) != count:
+            raise ValueError(f"thresholds={list(thresholds)} must hold {count} values, one a gate")
+        self.params = self.params.replace(thresholds=jnp.asarray(thresholds, jnp.float32))
 
     @property
     def dtype(self) -> str:
@@ -216,6 +237,7 @@ class SpeculativeDecoder:
             "method": self.method,
             "budget": spec.drafter.capacity,
             "row_buckets": list(spec.buckets),
+            "thresholds": [round(float(value), 6) for value in self.params.thresholds],
             "settings": _plain(spec.drafter),
         }
 
@@ -236,7 +258,7 @@ class SpeculativeDecoder:
             ValueError: the file fits another vocabulary or other options.
         """
         fresh = jax.eval_shape(
-            lambda params: self.spec.drafter.memory(self.spec.drafter.init(params, 1, self.spec.max_length, None)),
+            lambda params: self.spec.drafter.memory(self.spec.drafter.init(params, 1, self.spec.cache_size, None)),
             self.params,
         )
         wanted, tree = jax.tree.flatten(fresh)
@@ -249,6 +271,22 @@ class SpeculativeDecoder:
                 f"method {self.method!r} with these options needs {[shape for shape, _ in shapes]}"
             )
         self.memory = jax.tree.unflatten(tree, [jnp.asarray(leaf) for leaf in found])
+
+
+def _build(method, options, config, params, tokenizer, max_length, name, head) -> SpeculativeDecoder:
+    chosen = methods.get(method)
+    block, cache_dtype = _cache_settings(jnp.dtype(params.dtype).name)
+    context = methods.Context(config, head and head[0], jax.default_backend() == "cpu", block, cache_dtype)
+    built = chosen.build(context, options)
+    return SpeculativeDecoder(
+        config, params, tokenizer, built.drafter, max_length=max_length, method=method,
+        row_buckets=chosen.row_buckets, name=name, head=head, thresholds=built.thresholds,
+    )  # fmt: skip
+
+
+def _cache_settings(dtype: str) -> tuple[int, str]:
+    """Block of attention and dtype of keys and values on this machine."""
+    return (CPU_ATTENTION_BLOCK, "float32") if jax.default_backend() == "cpu" else (0, dtype)
 
 
 def _plain(settings: Any) -> Any:

@@ -3,38 +3,97 @@
 import dataclasses
 import difflib
 from collections.abc import Callable
+from typing import Any, Literal
 
 from graft_jax.config import ModelConfig
 from graft_jax.drafters.base import Drafter
+from graft_jax.drafters.eagle3 import Eagle3
 from graft_jax.drafters.empty import Empty
 from graft_jax.drafters.graft import Graft, Stage
 from graft_jax.drafters.lookup import Lookup
 from graft_jax.retrieval.adjacency import SuccessorTable
-from graft_jax.tree import templates
+from graft_jax.tree import gates, templates
+from graft_jax.tree.beam import Beam
+from graft_jax.tree.gates import Gates
+from graft_jax.tree.templates import Template
+
+SMALL_BUDGET, LARGE_BUDGET = 7, 60  # tree nodes that pay on a CPU, and the papers'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """Settings that methods are built from; each takes those it knows.
+    """Settings that methods are built from; each takes those it knows. None takes the method's default.
 
     Attributes:
-        budget: K, tree nodes beside the root; None takes the method's default.
+        budget: K, tree nodes beside the root.
         table_order: longest context of the successor table, in tokens; 1 is the papers' table.
-        template: "narrow", "graft" (Graft's full envelope) or "recycling" (Token Recycling's tree).
+        template: "narrow", "graft" (Graft's nested stage templates) or "recycling" (Token Recycling's tree).
         prompt_lookup_max, prompt_lookup_min: lengths of the n-grams that `lookup` tries.
+        draft_depth, draft_top_k: expansions and beam of EAGLE's tree (`tree.beam.Beam`).
+        gates: checkpoints where drafting may stop; () has none.
+        gate_measure: of confidence at a checkpoint (`tree.gates.Gates`).
+        thresholds: one a gate.
+        prune: False drafts to the end and splits the budget as at the last gate (Graft's "w/o prune").
+        retrieval: False leaves the slots that pruning freed empty (Graft's "w/o retrieval").
+        attach: where retrieved nodes hang (`drafters.graft.Graft`).
     """
 
     budget: int | None = None
     table_order: int = 3
-    template: str = "narrow"
+    template: str | None = None
     prompt_lookup_max: int = 3
     prompt_lookup_min: int = 1
+    draft_depth: int | None = None
+    draft_top_k: int | None = None
+    gates: tuple[int, ...] | None = None
+    gate_measure: Literal["best", "beam"] = "best"
+    thresholds: tuple[float, ...] | None = None
+    prune: bool = True
+    retrieval: bool = True
+    attach: Literal["root", "tail", "ends"] = "root"
 
     def __post_init__(self):
         if self.budget is not None and not 1 <= self.budget <= 255:
             raise ValueError(f"budget={self.budget} must be between 1 and 255 nodes")
-        if self.template not in templates.NAMED:
+        if self.template is not None and self.template not in templates.NAMED:
             raise ValueError(f"template={self.template!r} must be one of {sorted(templates.NAMED)}")
+        if self.draft_depth is not None and not 0 <= self.draft_depth <= 32:
+            raise ValueError(f"draft_depth={self.draft_depth} must be between 0 and 32 expansions")
+        if self.draft_top_k is not None and not 1 <= self.draft_top_k <= 64:
+            raise ValueError(f"draft_top_k={self.draft_top_k} must be between 1 and 64")
+        if self.gate_measure not in ("best", "beam"):
+            raise ValueError(f"gate_measure={self.gate_measure!r} must be 'best' or 'beam'")
+        if not self.prune and not self.retrieval:
+            raise ValueError("prune=False with retrieval=False is method 'eagle3'")
+        for value in self.thresholds or ():
+            if not -1 <= value <= 64:
+                raise ValueError(f"thresholds={self.thresholds} must be probabilities (-1 never closes a gate)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """What a method is built for.
+
+    Attributes:
+        model: the target.
+        drafter: the loaded head's configuration, if the method needs a head.
+        small: verified rows are dear (a CPU): small trees.
+        attention_block, cache_dtype: as in `decode.DecodeSpec`.
+    """
+
+    model: ModelConfig
+    drafter: Any = None
+    small: bool = True
+    attention_block: int = 0
+    cache_dtype: str = "float32"
+
+
+@dataclasses.dataclass(frozen=True)
+class Built:
+    """A drafter and the thresholds of its gates."""
+
+    drafter: Drafter
+    thresholds: tuple[float, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,45 +105,109 @@ class Method:
         needs: what it needs beside the target.
         paper: where it comes from.
         build: makes the drafter.
+        head: the kind of draft head that it needs, if any.
         row_buckets: tree rows worth compiling apart (see `DecodeSpec.row_buckets`).
     """
 
     summary: str
     needs: str
     paper: str
-    build: Callable[[ModelConfig, Options], Drafter]
-    row_buckets: tuple[int, ...] = ()
+    build: Callable[[Context, Options], Built]
+    head: Literal["eagle3"] | None = None
+    row_buckets: tuple[int, ...] = (4, 8, 16, 32)
 
 
-def _recycling(config: ModelConfig, options: Options) -> Drafter:
-    full = templates.NAMED[options.template]
-    budget = options.budget or (7 if options.template == "narrow" else len(full))
+def _recycling(context: Context, options: Options) -> Built:
+    name = options.template or "narrow"
+    full = templates.NAMED[name]
+    budget = options.budget or (SMALL_BUDGET if name == "narrow" else len(full))
     if budget > len(full):
-        raise ValueError(f"budget={budget}: the {options.template!r} template has {len(full)} nodes")
+        raise ValueError(f"budget={budget}: the {name!r} template has {len(full)} nodes")
     full = full.prefix(budget)
-    table = SuccessorTable(config.vocab_size, order=options.table_order)
-    return Graft(Empty(), table, (Stage(0, full),), full, budget)
+    return Built(Graft(Empty(), _table(context, options), (Stage(0, full),), full, budget))
 
 
-def _lookup(config: ModelConfig, options: Options) -> Drafter:
-    return Lookup(options.budget or 7, options.prompt_lookup_max, options.prompt_lookup_min)
+def _lookup(context: Context, options: Options) -> Built:
+    return Built(Lookup(options.budget or SMALL_BUDGET, options.prompt_lookup_max, options.prompt_lookup_min))
+
+
+def _eagle3(context: Context, options: Options) -> Built:
+    """The dynamic tree; with `gates` also ECHO's and DDD's early stops."""
+    beam = _beam(context, options)
+    return _gated(context, options, beam, Gates(options.gates or (), options.gate_measure))
+
+
+def _graft(context: Context, options: Options) -> Built:
+    beam = _beam(context, options)
+    depths = gates.scaled(beam.depth) if options.gates is None else options.gates
+    K = beam.total
+    kept = tuple(gates.kept_nodes(depth, K, beam.depth) for depth in depths)
+    found = Gates(depths, options.gate_measure)
+    if not options.retrieval:
+        return _gated(context, options, beam, found, kept)
+    name = options.template or ("narrow" if context.small else "graft")
+    full = templates.NAMED[name].prefix(K)
+    if options.prune:
+        base = _gated(context, options, beam, found)
+        stages = (Stage(K, Template(())), *(Stage(keep, full.prefix(K - keep)) for keep in kept))
+    else:
+        base = _gated(context, options, beam, Gates())
+        keep = kept[-1] if kept else K
+        stages = (Stage(keep, full.prefix(K - keep)),)
+    drafter = Graft(base.drafter, _table(context, options), stages, full, K, options.attach)
+    return Built(drafter, base.thresholds)
+
+
+def _beam(context: Context, options: Options) -> Beam:
+    """The papers' sizes, or small ones where rows are dear."""
+    depth, top_k = (5, 4) if context.small else (8, 10)
+    depth = depth if options.draft_depth is None else options.draft_depth
+    return Beam(
+        depth, options.draft_top_k or top_k, options.budget or (SMALL_BUDGET if context.small else LARGE_BUDGET)
+    )
+
+
+def _gated(context: Context, options: Options, beam: Beam, found: Gates, keep: tuple[int, ...] = ()) -> Built:
+    thresholds = gates.default_thresholds(found.depths) if options.thresholds is None else options.thresholds
+    if len(thresholds) != len(found.depths) and options.prune:
+        raise ValueError(f"thresholds={thresholds} must name one value for each of the gates {found.depths}")
+    drafter = Eagle3(context.drafter, beam, found, keep, context.attention_block, context.cache_dtype)
+    return Built(drafter, thresholds[: len(found.depths)])
+
+
+def _table(context: Context, options: Options) -> SuccessorTable:
+    return SuccessorTable(context.model.vocab_size, order=options.table_order)
 
 
 METHODS: dict[str, Method] = {
-    "ar": Method("plain decoding, one token a pass", "nothing", "baseline", lambda config, options: Empty()),
+    "ar": Method(
+        "plain decoding, one token a pass", "nothing", "baseline", lambda context, options: Built(Empty()), None, ()
+    ),
     "lookup": Method(
         "what followed the same words earlier in the text",
         "nothing",
         "prompt lookup decoding (transformers, vLLM)",
         _lookup,
-        row_buckets=(4, 8, 16, 32),
     ),
     "recycling": Method(
         "tokens retrieved from what the target said before",
         "nothing",
         "Token Recycling, arXiv 2408.08696; Graft's table with longer contexts",
         _recycling,
-        row_buckets=(4, 8, 16, 32),
+    ),
+    "eagle3": Method(
+        "a dynamic tree from a small head on the target's features",
+        "an EAGLE-3 head",
+        "EAGLE-3, arXiv 2503.01840; gates of ECHO and DDD",
+        _eagle3,
+        head="eagle3",
+    ),
+    "graft": Method(
+        "EAGLE-3 pruned by confidence, freed slots filled with retrieved tokens",
+        "an EAGLE-3 head",
+        "Graft, arXiv 2605.20104",
+        _graft,
+        head="eagle3",
     ),
 }
 

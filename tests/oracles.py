@@ -104,7 +104,7 @@ class Oracle:
     def max_depth(self):
         return self.capacity
 
-    def init(self, params, batch, max_length, memory):
+    def init(self, params, batch, cache_size, memory):
         return memory
 
     def memory(self, state):

@@ -13,7 +13,7 @@ import toy
 import graft_jax
 from graft_jax import decode
 from graft_jax.engine import SpeculativeDecoder
-from graft_jax.methods import METHODS, Options
+from graft_jax.methods import METHODS, Context, Options
 from graft_jax.prompts import split_prompts
 
 
@@ -21,7 +21,9 @@ from graft_jax.prompts import split_prompts
 def engine():
     config, params = toy.load("llama")
     method = METHODS["recycling"]
-    return SpeculativeDecoder(config, params, None, method.build(config, Options()), max_length=256, method="recycling")
+    return SpeculativeDecoder(
+        config, params, None, method.build(Context(config), Options()).drafter, max_length=256, method="recycling"
+    )
 
 
 PROMPT = toy.sample_prompts(11, 1, 24, 24)[0]

@@ -4,7 +4,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import flax.struct
 
-from graft_jax.tree.structure import DraftTree
+from graft_jax.tree.structure import Draft, DraftTree
 from graft_jax.types import Array, Bool, Float, Int
 from graft_jax.verify import Verdict
 
@@ -12,27 +12,21 @@ DraftState = Any  # a pytree that only its drafter understands
 Memory = Any  # the part of it that outlives a generation; None where there is none
 
 
+__all__ = ["Draft", "DraftState", "Drafter", "Memory", "Params"]
+
+
 class Params(flax.struct.PyTreeNode):
-    """Target and drafter weights together, for drafters share the target's embedding and head."""
+    """Everything that rounds read and never write, together, for drafters share the target's embedding and head.
+
+    Attributes:
+        target: the target's weights.
+        drafter: the drafter's weights.
+        thresholds: one a gate (see `tree.gates`); another value compiles nothing.
+    """
 
     target: Any
     drafter: Any = None
-
-
-class Draft(flax.struct.PyTreeNode):
-    """A proposal.
-
-    Attributes:
-        tree: of capacity K + 1, nodes in order of priority.
-        stage: which of the drafter's stages each row ended in; 0 where there is one.
-        confidence: what the gates saw at each depth; NaN where nothing was drafted.
-        forwards: drafter forward passes that the row needed.
-    """
-
-    tree: DraftTree
-    stage: Int[Array, "B"]
-    confidence: Float[Array, "B D"]
-    forwards: Int[Array, "B"]
+    thresholds: Any = None
 
 
 @runtime_checkable
@@ -62,8 +56,13 @@ class Drafter(Protocol):
         """D, the depth of the deepest tree."""
         ...
 
-    def init(self, params: Params, batch: int, max_length: int, memory: Memory) -> DraftState:
-        """The state before a prompt. `memory` is what an earlier generation left, or None."""
+    def init(self, params: Params, batch: int, cache_size: int, memory: Memory) -> DraftState:
+        """The state before a prompt.
+
+        Args:
+            cache_size: rows to allocate for what is kept by position: the longest text and a whole path.
+            memory: what an earlier generation left, or None.
+        """
         ...
 
     def memory(self, state: DraftState) -> Memory:

@@ -17,7 +17,7 @@ class Empty:
     capacity: int = 0
     max_depth: int = 0
 
-    def init(self, params, batch, max_length, memory):
+    def init(self, params, batch, cache_size, memory):
         return None
 
     def memory(self, state):

@@ -97,10 +97,10 @@ class Graft:
         deepest = self.full.max_depth
         return max(self.base.max_depth, deepest if self.attach == "root" else self.base.max_depth + deepest)
 
-    def init(self, params, batch, max_length, memory):
+    def init(self, params, batch, cache_size, memory):
         base_memory, table = (None, None) if memory is None else memory
         return GraftState(
-            base=self.base.init(params, batch, max_length, base_memory),
+            base=self.base.init(params, batch, cache_size, base_memory),
             table=self.table.init() if table is None else table,
             history=jnp.full((batch, self.table.order - 1), EMPTY, jnp.int32),
         )

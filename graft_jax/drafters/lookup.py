@@ -47,8 +47,8 @@ class Lookup:
     def max_depth(self) -> int:
         return self.capacity
 
-    def init(self, params, batch, max_length, memory):
-        tokens = jnp.zeros((batch, max_length + self.capacity + 1), jnp.int32)
+    def init(self, params, batch, cache_size, memory):
+        tokens = jnp.zeros((batch, cache_size), jnp.int32)
         return LookupState(tokens, jnp.zeros(batch, jnp.int32))
 
     def memory(self, state):

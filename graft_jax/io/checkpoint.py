@@ -1,11 +1,13 @@
 """Opening, loading and saving whole target checkpoints."""
 
+import contextlib
 import dataclasses
 import json
 import os
 import shutil
 import tempfile
 import warnings
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import numpy as np
 
 from graft_jax.config import ModelConfig
 from graft_jax.io import gguf, gguf_config, hub, safetensors, torch_bin, weights
-from graft_jax.io.tensors import SourceTensor
+from graft_jax.io.tensors import PLAIN_DTYPES, SourceTensor
 from graft_jax.models.transformer import TargetParams
 from graft_jax.tokenizer import Tokenizer
 
@@ -104,24 +106,25 @@ def _open_folder(folder: Path, strict: bool) -> Checkpoint:
     config = dataclasses.replace(
         config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *_generation_eos(folder))))
     )
-    tensors = _folder_tensors(folder)
+    tensors = folder_tensors(folder)
     config, used = weights.settle_head(config, tensors)
     pairs = weights.match(config, tensors, "hf", str(folder), frozenset(used))
     tokenizer = Tokenizer.from_folder(folder)
     return Checkpoint(folder, _with_tokens(config, tokenizer, folder), pairs, tokenizer)
 
 
-def _folder_tensors(folder: Path) -> dict[str, SourceTensor]:
+def folder_tensors(folder: Path, dtypes: Mapping[str, np.dtype] = PLAIN_DTYPES) -> dict[str, SourceTensor]:
+    """The tensors of a Hugging Face folder, whichever way it keeps them."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.is_file():
-        return dict(safetensors.open_file(single))
+        return dict(safetensors.open_file(single, dtypes))
     if index.is_file():
-        return dict(safetensors.open_folder(folder, index))
+        return dict(safetensors.open_folder(folder, index, dtypes))
     single, index = folder / "pytorch_model.bin", folder / "pytorch_model.bin.index.json"
     if single.is_file():
-        return torch_bin.open_files([single])
+        return torch_bin.open_files([single], dtypes)
     if index.is_file():
-        return torch_bin.open_files([folder / file for file in safetensors.shards(folder, index)])
+        return torch_bin.open_files([folder / file for file in safetensors.shards(folder, index)], dtypes)
     raise ValueError(
         f"{folder}: has no weights; looked for model.safetensors, model.safetensors.index.json, "
         "pytorch_model.bin and pytorch_model.bin.index.json"
@@ -163,12 +166,27 @@ def save_hf(
 ) -> None:
     """Writes a Hugging Face folder: config.json, safetensors in the parameters' dtype, the tokenizer.
 
-    Everything is written to a temporary folder beside the target, which then takes the target's name: a
-    broken run leaves no half-written checkpoint.
+    A broken run leaves no half-written checkpoint.
 
     Args:
         folder: must not exist, or be empty.
         shard_bytes: largest size of one file.
+
+    Raises:
+        ValueError: the folder is in the way.
+    """
+    with new_folder(folder) as temporary:
+        shapes, tensor = weights.stored(config, params)
+        safetensors.write_folder(temporary, shapes, np.dtype(params.dtype), tensor, shard_bytes)
+        written = config.to_hf() | {"dtype": np.dtype(params.dtype).name}
+        (temporary / "config.json").write_text(json.dumps(written, indent=2) + "\n")
+        if tokenizer is not None:
+            tokenizer.save(temporary)
+
+
+@contextlib.contextmanager
+def new_folder(folder: str | Path) -> Iterator[Path]:
+    """A temporary folder that takes the name `folder` when all went well, and vanishes otherwise.
 
     Raises:
         ValueError: the folder is in the way.
@@ -179,12 +197,7 @@ def save_hf(
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
-        shapes, tensor = weights.stored(config, params)
-        safetensors.write_folder(temporary, shapes, np.dtype(params.dtype), tensor, shard_bytes)
-        written = config.to_hf() | {"dtype": np.dtype(params.dtype).name}
-        (temporary / "config.json").write_text(json.dumps(written, indent=2) + "\n")
-        if tokenizer is not None:
-            tokenizer.save(temporary)
+        yield temporary
         temporary.chmod(0o755)
         os.replace(temporary, folder)
     except BaseException:

@@ -18,8 +18,11 @@ from graft_jax.io.tensors import BFLOAT16, PLAIN_DTYPES, Descriptor, PlainTensor
 _MAX_HEADER = 100_000_000
 
 
-def open_file(path: Path) -> dict[str, PlainTensor]:
+def open_file(path: Path, dtypes: Mapping[str, np.dtype] = PLAIN_DTYPES) -> dict[str, PlainTensor]:
     """The tensors of one file, by name; numbers are read later.
+
+    Args:
+        dtypes: the stored types that are welcome.
 
     Raises:
         ValueError: the header is broken, a tensor's dtype is unsupported, or its bytes lie outside the file.
@@ -34,8 +37,8 @@ def open_file(path: Path) -> dict[str, PlainTensor]:
     header.pop("__metadata__", None)
     start, tensors, spans = 8 + length, {}, []
     for name, entry in header.items():
-        kind, shape, begin, end = _entry(path, name, entry)
-        size = math.prod(shape) * PLAIN_DTYPES[kind].itemsize
+        kind, shape, begin, end = _entry(path, name, entry, dtypes)
+        size = math.prod(shape) * dtypes[kind].itemsize
         if end - begin != size:
             raise ValueError(f"{path}: tensor {name} spans {end - begin} bytes; {kind} {list(shape)} needs {size}")
         if start + end > descriptor.size:
@@ -50,15 +53,15 @@ def open_file(path: Path) -> dict[str, PlainTensor]:
     return tensors
 
 
-def _entry(path: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
+def _entry(path: Path, name: str, entry: Any, dtypes: Mapping[str, np.dtype]) -> tuple[str, tuple[int, ...], int, int]:
     def natural(value) -> bool:
         return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
     if not isinstance(entry, dict):
         raise ValueError(f"{path}: header entry of tensor {name} must be an object, got {entry!r}")
     kind, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
-    if kind not in PLAIN_DTYPES:
-        raise ValueError(f"{path}: tensor {name} has dtype {kind!r}; supported are {', '.join(PLAIN_DTYPES)}")
+    if not isinstance(kind, str) or kind not in dtypes:
+        raise ValueError(f"{path}: tensor {name} has dtype {kind!r}; supported are {', '.join(dtypes)}")
     if not isinstance(shape, list) or not all(map(natural, shape)):
         raise ValueError(f"{path}: tensor {name} has shape {shape!r}; whole numbers are needed")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(natural, offsets)):
@@ -66,11 +69,11 @@ def _entry(path: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...], int
     return kind, tuple(shape), offsets[0], offsets[1]
 
 
-def open_folder(folder: Path, index: Path) -> dict[str, PlainTensor]:
+def open_folder(folder: Path, index: Path, dtypes: Mapping[str, np.dtype] = PLAIN_DTYPES) -> dict[str, PlainTensor]:
     """The tensors of all shards that an index file lists."""
     tensors: dict[str, PlainTensor] = {}
     for file, names in shards(folder, index).items():
-        found = open_file(folder / file)
+        found = open_file(folder / file, dtypes)
         for name in names:
             if name not in found:
                 raise ValueError(f"{folder / file}: tensor {name} is missing, though {index.name} names it")

@@ -16,6 +16,8 @@ import numpy as np
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 PLAIN_DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": BFLOAT16}
+# What a drafter's vocabulary maps may be stored as.
+ALL_DTYPES = PLAIN_DTYPES | {"I64": np.dtype(np.int64), "I32": np.dtype(np.int32), "BOOL": np.dtype(np.bool_)}
 
 
 class SourceTensor(Protocol):
@@ -52,7 +54,7 @@ class PlainTensor:
     offset: int
 
     def rows(self, start: int, stop: int) -> np.ndarray:
-        dtype, width = PLAIN_DTYPES[self.kind], math.prod(self.shape[1:])
+        dtype, width = ALL_DTYPES[self.kind], math.prod(self.shape[1:])
         raw = self.descriptor.read(
             self.offset + start * width * dtype.itemsize, (stop - start) * width * dtype.itemsize
         )

@@ -2,14 +2,15 @@
 
 import dataclasses
 import importlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from graft_jax.io.tensors import BFLOAT16, SourceTensor
+from graft_jax.io.tensors import BFLOAT16, PLAIN_DTYPES, SourceTensor
 
-_KINDS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+_KINDS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32", "bool": "BOOL"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +30,7 @@ class TorchTensor:
         return block.numpy()
 
 
-def open_files(paths: list[Path]) -> dict[str, SourceTensor]:
+def open_files(paths: list[Path], dtypes: Mapping[str, np.dtype] = PLAIN_DTYPES) -> dict[str, SourceTensor]:
     """The tensors of all files, by name.
 
     Only plain tensors are unpickled (`weights_only`), so a file can run no code.
@@ -56,9 +57,9 @@ def open_files(paths: list[Path]) -> dict[str, SourceTensor]:
         for name, tensor in state.items():
             if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
                 raise ValueError(f"{path}: entry {name!r} is a {type(tensor).__name__}, not a tensor")
-            kind = _KINDS.get(str(tensor.dtype).removeprefix("torch."))
-            if kind is None:
-                raise ValueError(f"{path}: tensor {name} has dtype {tensor.dtype}; supported are {', '.join(_KINDS)}")
+            kind = _KINDS.get(str(tensor.dtype).removeprefix("torch."), "")
+            if kind not in dtypes:
+                raise ValueError(f"{path}: tensor {name} has dtype {tensor.dtype}; supported are {', '.join(dtypes)}")
             if name in tensors:
                 raise ValueError(f"{path}: tensor {name} stands in another file as well")
             tensors[name] = TorchTensor(name, str(path), kind, tuple(tensor.shape), tensor)

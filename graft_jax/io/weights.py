@@ -142,7 +142,26 @@ def match(
     """
     if config.num_layers > len(tensors):  # before a list of all slots could grow without bound
         raise ValueError(f"{where}: {len(tensors)} tensors are too few for {config.num_layers} layers")
-    wanted = slots(config, scheme)
+    heads = f"{config.num_heads} heads, {config.num_kv_heads} key/value heads, head_dim {config.head_dim}"
+    return pair(slots(config, scheme), tensors, where, f"a {config.model_type} model", heads, used, _IMPLIED[scheme])
+
+
+def pair(
+    wanted: list[Slot],
+    tensors: Mapping[str, SourceTensor],
+    where: str,
+    what: str,
+    sizes: str,
+    used: frozenset[str] = frozenset(),
+    implied: tuple[str, ...] = (),
+) -> list[tuple[Slot, SourceTensor]]:
+    """Each slot with its tensor; errors as for `match`.
+
+    Args:
+        what: what the slots make up, for messages.
+        sizes: the configuration's sizes that decide the shapes, for messages.
+        implied: endings of names that may be left over.
+    """
     missing = [slot.source for slot in wanted if slot.source not in tensors]
     if missing:
         hint = "; it is needed unless tie_word_embeddings is true" if missing == ["lm_head.weight"] else ""
@@ -152,13 +171,12 @@ def match(
         if tensor.shape != slot.shape:
             raise ValueError(
                 f"{tensor.where}: tensor {slot.source} has shape {list(tensor.shape)}, but the configuration "
-                f"needs {list(slot.shape)} ({config.num_heads} heads, {config.num_kv_heads} key/value heads, "
-                f"head_dim {config.head_dim})"
+                f"needs {list(slot.shape)} ({sizes})"
             )
     known = used.union(slot.source for slot in wanted)
-    extra = [name for name in tensors if name not in known and not name.endswith(_IMPLIED[scheme])]
+    extra = [name for name in tensors if name not in known and not (implied and name.endswith(implied))]
     if extra:
-        raise ValueError(f"{where}: tensors that a {config.model_type} model has no place for: {_listed(extra)}")
+        raise ValueError(f"{where}: tensors that {what} has no place for: {_listed(extra)}")
     return pairs
 
 

@@ -27,8 +27,12 @@ def linear(
 def matmul(x: Float[Array, "*N I"], weight: Float[Array, "P Q"], contracting: int) -> Float[Array, "*N O"]:
     """x times weight over the weight's axis `contracting`, accumulated and returned in float32."""
     # Rows are flattened first: with a batch axis XLA:CPU copies the weight to another layout before a loop.
+    rows = x.reshape(-1, x.shape[-1]).astype(weight.dtype)
+    if rows.shape[0] == 1 and weight.dtype == jnp.bfloat16:
+        # A bfloat16 matrix product with one row is ten times slower than with two on a CPU.
+        return matmul(jnp.repeat(rows, 2, axis=0), weight, contracting)[:1].reshape(*x.shape[:-1], -1)
     y = jax.lax.dot_general(
-        x.reshape(-1, x.shape[-1]).astype(weight.dtype),
+        rows,
         weight,
         (((1,), (contracting,)), ((), ())),
         precision=jax.lax.Precision.HIGHEST,
@@ -49,16 +53,16 @@ def attend(
     cache_keys: Float[Array, "B K E S"],
     cache_values: Float[Array, "B K S E"],
     cached: Int[Array, "B"],
-    keys: Float[Array, "B T K E"],
-    values: Float[Array, "B T K E"],
-    mask: Bool[Array, "B T T"],
+    keys: Float[Array, "B U K E"],
+    values: Float[Array, "B U K E"],
+    mask: Bool[Array, "B T U"],
     block: int = 0,
 ) -> Float[Array, "B T H*E"]:
     """Grouped-query attention over the committed cache and the block of new rows.
 
-    Every query row sees the first `cached` cache entries of its batch row, and those rows of its own
-    block that `mask` names: ancestors in a tree pass, the causal past in prefill. Both parts share one
-    softmax, in float32.
+    Every query row sees the first `cached` cache entries of its batch row, and those new rows that `mask`
+    names, itself at least: ancestors in a tree pass, the causal past in prefill. There may be more new rows
+    than queries, when a tree grows level by level. Both parts share one softmax, in float32.
 
     Args:
         block: read the cache in blocks of so many entries, and only as many blocks as the longest row
@@ -74,8 +78,8 @@ def attend(
 
     # The new rows come first: every row sees itself, so the running maximum is finite from the start.
     own = _product("bkqe,btke->bkqt", q, keys)
-    own = own.reshape(B, K, G, T, T) + jnp.where(mask, 0.0, -jnp.inf)[:, None, None, :, :]
-    own = own.reshape(B, K, G * T, T)
+    own = own.reshape(B, K, G, T, -1) + jnp.where(mask, 0.0, -jnp.inf)[:, None, None, :, :]
+    own = own.reshape(B, K, G * T, -1)
     peak = own.max(axis=-1, keepdims=True)
     running = (peak, *_weigh(own, peak, values.transpose(0, 2, 1, 3)))
 

@@ -129,14 +129,6 @@ def forward(
         The rows' final hidden states, taps in the order asked, and keys and values to commit.
     """
     B, T = tokens.shape
-    if B * T == 1 and params.dtype == jnp.bfloat16:
-        # A bfloat16 matrix product with one row is ten times slower than with two on a CPU.
-        pair = forward(
-            config, params, jnp.repeat(tokens, 2, 1), jnp.repeat(positions, 2, 1),
-            jnp.eye(2, dtype=bool)[None], cache, cached, taps, block,
-        )  # fmt: skip
-        return jax.tree.map(lambda x: x[:, :1], pair)
-
     H, K, E = config.num_heads, config.num_kv_heads, config.head_dim
     eps, dtype = config.rms_norm_eps, cache.dtype
     # Without the barrier XLA:CPU would convert the whole embedding to float32 instead of the rows taken.

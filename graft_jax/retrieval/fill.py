@@ -23,6 +23,8 @@ def fill_template(
         invalid tokens are 0.
     """
     # Levels are padded to one width and scanned: one lookup to compile, whatever the template's depth.
+    if not len(template):
+        return jnp.zeros((context.shape[0], 0), jnp.int32), jnp.zeros((context.shape[0], 0), bool)
     depth, width = len(template.levels), max(map(len, template.levels))
     parent, rank = np.zeros((2, depth, width), np.int32)
     place = np.zeros((len(template), 2), np.int32)  # level and lane of each node

@@ -46,6 +46,22 @@ class DraftTree(flax.struct.PyTreeNode):
         return self.tokens.shape[1]
 
 
+class Draft(flax.struct.PyTreeNode):
+    """A proposal.
+
+    Attributes:
+        tree: of capacity K + 1, nodes in order of priority.
+        stage: which of the drafter's stages each row ended in; 0 where there is one.
+        confidence: what the gates saw at each depth; NaN where nothing was drafted.
+        forwards: drafter forward passes that the row needed.
+    """
+
+    tree: DraftTree
+    stage: Int[Array, "B"]
+    confidence: Float[Array, "B D"]
+    forwards: Int[Array, "B"]
+
+
 def root_only(root: Int[Array, "B"]) -> DraftTree:
     """The tree that is only its root: plain decoding."""
     column = root[:, None].astype(jnp.int32)

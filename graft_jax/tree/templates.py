@@ -115,6 +115,9 @@ GRAFT_D0 = from_depth_counts((8, 10, 8, 6, 5, 4, 4, 4, 3))
 GRAFT_D1 = from_depth_counts((6, 7, 5, 4, 4, 3, 3, 2, 2))
 GRAFT_D5 = from_depth_counts((4, 3, 3, 2, 2, 2, 2, 1, 1))
 
+# The same nodes in one order, in which each stage's template is a prefix: of 20, 36, 52 and 80 nodes.
+GRAFT_NESTED = GRAFT_D5.extended(GRAFT_D1).extended(GRAFT_D0).extended(GRAFT_FULL)
+
 # Token Recycling's static tree "2.2.2" (80 nodes, 6 levels).
 TOKEN_RECYCLING = from_children(
     [((), 8)]
@@ -142,4 +145,4 @@ NARROW = Template(
     )
 )
 
-NAMED = {"narrow": NARROW, "graft": GRAFT_FULL, "recycling": TOKEN_RECYCLING}
+NAMED = {"narrow": NARROW, "graft": GRAFT_NESTED, "recycling": TOKEN_RECYCLING}

@@ -1,0 +1,58 @@
+"""What a drafter learns from: the target's features, its last hidden states and its own choices."""
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from graft_jax.config import ModelConfig
+from graft_jax.models import cache as kv
+from graft_jax.models import transformer
+from graft_jax.models.transformer import TargetParams
+from graft_jax.types import Array, Bool, Float, Int
+
+CHUNK = 256  # rows of logits held at a time
+
+
+class Features(flax.struct.PyTreeNode):
+    """A batch of texts as the target sees them.
+
+    Attributes:
+        tokens: the texts.
+        taps: residual streams, in the order of the drafter's taps.
+        hidden: after the last norm; logits are the head's product with it.
+        best: the arg-max token after each position.
+        mask: which tokens count as labels (the assistant's).
+    """
+
+    tokens: Int[Array, "B S"]
+    taps: tuple[Float[Array, "B S M"], ...]
+    hidden: Float[Array, "B S M"]
+    best: Int[Array, "B S"]
+    mask: Bool[Array, "B S"]
+
+
+def extract(
+    config: ModelConfig,
+    params: TargetParams,
+    taps: tuple[int, ...],
+    tokens: Int[Array, "B S"],
+    mask: Bool[Array, "B S"],
+) -> Features:
+    """One pass of the target over whole texts; padding belongs behind them and is left out by `mask`."""
+    B, S = tokens.shape
+    out = transformer.forward(
+        config, params, tokens,
+        positions=jnp.broadcast_to(jnp.arange(S)[None, :], (B, S)),
+        mask=jnp.broadcast_to(jnp.tri(S, dtype=bool)[None], (B, S, S)),
+        cache=kv.init(config, B, 1, params.dtype),
+        cached=jnp.zeros(B, jnp.int32),
+        taps=taps,
+    )  # fmt: skip
+
+    def choose(rows: Float[Array, "1 c M"]) -> Int[Array, "1 c"]:
+        return jnp.argmax(transformer.logits(config, params, rows), axis=-1).astype(jnp.int32)
+
+    flat = out.hidden.reshape(B * S, -1)
+    chunks = jnp.pad(flat, ((0, -(B * S) % CHUNK), (0, 0))).reshape(-1, 1, CHUNK, flat.shape[1])
+    best = jax.lax.map(choose, chunks).reshape(-1)[: B * S].reshape(B, S)
+    return jax.lax.stop_gradient(Features(tokens, out.taps, out.hidden, best, mask))
