@@ -79,7 +79,7 @@ class SpeculativeDecoder:
         max_length: int = 2048,
         strict_config: bool = False,
         drafter: str | Path | None = None,
-        draft_rope: str | float = "auto",
+        draft_rope: str | int | float = "auto",
         calibration: str | Path | None = None,
         **options: Any,
     ) -> "SpeculativeDecoder":

@@ -135,7 +135,7 @@ def _keep_largest(
     The order of floats is the order of their bits once negative ones are flipped, so t is built from the
     highest bit down: 32 exact steps instead of a sort.
     """
-    x = x + 0.0  # -0.0 becomes 0.0, so that equal floats have equal bits
+    x = jnp.where(x == 0, 0.0, x)  # not -0.0, so that equal floats have equal bits (XLA drops `+ 0.0`)
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     ordered = jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from oracles import process_one
 
@@ -15,6 +15,7 @@ DRAWS = 200_000
 _processed = jax.jit(lambda logits, config: jax.nn.softmax(sampling.process(logits, config)))
 
 
+@example([0.0] * 23 + [-0.0], 1.0, 0, 0.1, 0.0)
 @given(
     logits=st.lists(st.floats(-8, 8, width=16).map(float), min_size=24, max_size=24),
     temperature=st.sampled_from([0.5, 1.0, 2.0]),

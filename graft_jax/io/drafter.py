@@ -76,7 +76,7 @@ def load_eagle3(
     target: ModelConfig,
     *,
     dtype: Any,
-    rope: str | float = "auto",
+    rope: str | int | float = "auto",
     target_embed: jax.Array | None = None,
 ) -> tuple[Eagle3Config, Eagle3Params]:
     """Loads an EAGLE-3 head.

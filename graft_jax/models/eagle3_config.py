@@ -82,7 +82,7 @@ class Eagle3Config:
         target: ModelConfig,
         *,
         shapes: Mapping[str, tuple[int, ...]],
-        rope: str | float = "auto",
+        rope: str | int | float = "auto",
         where: str = "config.json",
     ) -> "Eagle3Config":
         """Reads a head's `config.json`.
@@ -239,7 +239,7 @@ def _taps(outer: Reader, block: Reader, num_layers: int) -> tuple[int, ...]:
     return taps
 
 
-def _theta(inner: Reader, rope: str | float) -> float:
+def _theta(inner: Reader, rope: str | int | float) -> float:
     if rope in ("auto", "config"):
         scaling = inner.config.get("rope_parameters") or inner.config.get("rope_scaling") or {}
         stated = inner.config.get("rope_theta", scaling.get("rope_theta") if isinstance(scaling, dict) else None)
