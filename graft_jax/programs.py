@@ -4,11 +4,12 @@ Programs are compiled ahead of their first call, so that no timing hides a compi
 and batch size: a decoder needs a handful, whatever lengths, seeds, temperatures and stop sets come later.
 """
 
+import concurrent.futures
 import ctypes
 import sys
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +31,15 @@ def chunk_plan(length: int) -> list[tuple[int, int]]:
     return plan
 
 
+class Program(NamedTuple):
+    """A function of `decode` to be called with `args`, of which those at `donate` are used up."""
+
+    key: tuple
+    function: Callable
+    donate: tuple[int, ...]
+    args: tuple  # abstract ones do for compiling
+
+
 class Programs:
     """Calls the functions of `decode` for one spec; state arguments are donated."""
 
@@ -47,49 +57,55 @@ class Programs:
         """
         params = init_args[0]
         state = jax.eval_shape(lambda *args: decode.init_state(self.spec, *args), *init_args)
-        for size in sorted(set(chunk_sizes)):
-            self._prefill(size, params, state)
-        self._run(params, state)
+        start = time.perf_counter()
+        wanted = [self._prefill(size, params, state) for size in sorted(set(chunk_sizes))] + [self._run(params, state)]
+        wanted = [program for program in wanted if program.key not in self.compiled]
+        # One is compiled, or read from the disk, while the next is traced.
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            made = [pool.submit(self._lower(program).compile) for program in wanted]
+        self.compiled |= {program.key: future.result() for program, future in zip(wanted, made)}
+        if wanted:
+            _release_memory()
+            self.compile_seconds += time.perf_counter() - start
 
     def init(self, *args: Any) -> decode.DecodeState:
         """`decode.init_state`. A memory is donated."""
         batch, has_memory = args[1].shape[0], args[-1] is not None
-        return self._program(("init", batch, has_memory), decode.init_state, (7,), args)(*args)
+        return self._call(Program(("init", batch, has_memory), decode.init_state, (7,), args))
 
     def prefill(self, params, state, start: int, size: int) -> decode.DecodeState:
-        return self._prefill(size, params, state)(params, state, jnp.int32(start))
+        return self._call(self._prefill(size, params, state, start))
 
     def run(self, params, state, rounds: int) -> decode.DecodeState:
-        return self._run(params, state)(params, state, jnp.int32(rounds))
+        return self._call(self._run(params, state, rounds))
 
     def next_scores(self, params, state) -> jax.Array:
-        args = (params, state)
-        return self._program(("next_scores", state.tokens.shape[0]), decode.next_scores, (), args)(*args)
+        return self._call(Program(("next_scores", state.tokens.shape[0]), decode.next_scores, (), (params, state)))
 
     # The state is donated: its cache is the largest array there is, and is written in place.
 
-    def _prefill(self, size: int, params, state) -> Callable:
+    def _prefill(self, size: int, params, state, start: int = 0) -> Program:
         def chunk(spec, params, state, start):
             return decode.prefill_chunk(spec, params, state, start, size)
 
-        key = ("prefill", state.tokens.shape[0], size)
-        return self._program(key, chunk, (1,), (params, state, jnp.int32(0)))
+        return Program(("prefill", state.tokens.shape[0], size), chunk, (1,), (params, state, jnp.int32(start)))
 
-    def _run(self, params, state) -> Callable:
-        return self._program(("run", state.tokens.shape[0]), decode.run, (1,), (params, state, jnp.int32(0)))
+    def _run(self, params, state, rounds: int = 0) -> Program:
+        return Program(("run", state.tokens.shape[0]), decode.run, (1,), (params, state, jnp.int32(rounds)))
 
-    def _program(self, key: tuple, function: Callable, donate: tuple[int, ...], args: tuple) -> Callable:
-        """The compiled function for arguments like `args`, which may be abstract."""
-        if key not in self.compiled:
+    def _lower(self, program: Program) -> Any:
+        def bound(*args):
+            return program.function(self.spec, *args)
+
+        return jax.jit(bound, donate_argnums=program.donate).lower(*program.args)
+
+    def _call(self, program: Program) -> Any:
+        if program.key not in self.compiled:
             start = time.perf_counter()
-
-            def bound(*args):
-                return function(self.spec, *args)
-
-            self.compiled[key] = jax.jit(bound, donate_argnums=donate).lower(*args).compile()
+            self.compiled[program.key] = self._lower(program).compile()
             _release_memory()
             self.compile_seconds += time.perf_counter() - start
-        return self.compiled[key]
+        return self.compiled[program.key](*program.args)
 
 
 def _release_memory() -> None:
