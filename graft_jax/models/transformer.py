@@ -1,5 +1,6 @@
 """The target: a llama, qwen2 or qwen3 decoder as pure functions of its parameters."""
 
+import functools
 from typing import Any
 
 import flax.struct
@@ -128,38 +129,58 @@ def forward(
     Returns:
         The rows' final hidden states, taps in the order asked, and keys and values to commit.
     """
-    B, T = tokens.shape
-    H, K, E = config.num_heads, config.num_kv_heads, config.head_dim
-    eps, dtype = config.rms_norm_eps, cache.dtype
     # Without the barrier XLA:CPU would convert the whole embedding to float32 instead of the rows taken.
     x = jax.lax.optimization_barrier(params.embed[tokens]).astype(jnp.float32)
-    cos, sin = rope.rotation(config.rope, E, positions)
+    cos, sin = rope.rotation(config.rope, config.head_dim, positions)
     tapped: dict[int, Array] = {}
     keys, values = [], []
     for i, layer in enumerate(params.layers):
         if i in taps:
             tapped[i] = x
-        y = rms_norm(x, layer.attn_norm, eps)
-        q = linear(y, layer.q, layer.q_bias).reshape(B, T, H, E)
-        k = linear(y, layer.k, layer.k_bias).reshape(B, T, K, E)
-        v = linear(y, layer.v, layer.v_bias).reshape(B, T, K, E).astype(dtype)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q, k = rms_norm(q, layer.q_norm, eps), rms_norm(k, layer.k_norm, eps)
-        q, k = rope.rotate(q, cos, sin), rope.rotate(k, cos, sin).astype(dtype)
-        attended = attend(q, cache.keys[i], cache.values[i], cached, k, v, mask, block)
-        x = x + linear(attended, layer.o, layer.o_bias)
-        y = rms_norm(x, layer.mlp_norm, eps)
-        y = jax.nn.silu(linear(y, layer.gate, layer.gate_bias)) * linear(y, layer.up, layer.up_bias)
-        x = x + linear(y, layer.down, layer.down_bias)
+        x, k, v = _layer(config, layer, x, cos, sin, mask, cache.keys[i], cache.values[i], cached, block)
         keys.append(k)
         values.append(v)
     if len(params.layers) in taps:
         tapped[len(params.layers)] = x
     return Output(
-        hidden=rms_norm(x, params.norm, eps),
+        hidden=rms_norm(x, params.norm, config.rms_norm_eps),
         taps=tuple(tapped[i] for i in taps),
         block=Block(keys=tuple(keys), values=tuple(values)),
     )
+
+
+@functools.partial(jax.jit, static_argnums=(0, 9))
+def _layer(
+    config: ModelConfig,
+    layer: LayerParams,
+    x: Float[Array, "B T M"],
+    cos: Float[Array, "B T E2"],
+    sin: Float[Array, "B T E2"],
+    mask: Bool[Array, "B T T"],
+    cache_keys: Float[Array, "B K E S"],
+    cache_values: Float[Array, "B K S E"],
+    cached: Int[Array, "B"],
+    block: int,
+) -> tuple[Float[Array, "B T M"], Float[Array, "B T K E"], Float[Array, "B T K E"]]:
+    """One layer: the residual stream after it, and the rows' keys and values.
+
+    Jitted so that layers of the same shape are traced and lowered once.
+    """
+    B, T, _ = x.shape
+    H, K, E = config.num_heads, config.num_kv_heads, config.head_dim
+    eps, dtype = config.rms_norm_eps, cache_keys.dtype
+    y = rms_norm(x, layer.attn_norm, eps)
+    q = linear(y, layer.q, layer.q_bias).reshape(B, T, H, E)
+    k = linear(y, layer.k, layer.k_bias).reshape(B, T, K, E)
+    v = linear(y, layer.v, layer.v_bias).reshape(B, T, K, E).astype(dtype)
+    if layer.q_norm is not None and layer.k_norm is not None:
+        q, k = rms_norm(q, layer.q_norm, eps), rms_norm(k, layer.k_norm, eps)
+    q, k = rope.rotate(q, cos, sin), rope.rotate(k, cos, sin).astype(dtype)
+    attended = attend(q, cache_keys, cache_values, cached, k, v, mask, block)
+    x = x + linear(attended, layer.o, layer.o_bias)
+    y = rms_norm(x, layer.mlp_norm, eps)
+    y = jax.nn.silu(linear(y, layer.gate, layer.gate_bias)) * linear(y, layer.up, layer.up_bias)
+    return x + linear(y, layer.down, layer.down_bias), k, v
 
 
 def logits(config: ModelConfig, params: TargetParams, hidden: Float[Array, "B T M"]) -> Float[Array, "B T V"]:
