@@ -1,23 +1,21 @@
-"""The command line: `graft-jax generate | convert | info`."""
+"""The command line: `graft-jax generate | calibrate | convert | info`."""
 
 import argparse
 import json
 import os
-import platform
 import sys
 import warnings
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from graft_jax import arguments, cli_calibrate, provenance
 from graft_jax.batch_file import run_file
 from graft_jax.prompts import read_prompts
 
 EXIT_OK, EXIT_FAILURE, EXIT_USAGE = 0, 1, 2
-PACKAGES = ("graft_jax", "jax", "jaxlib", "flax", "numpy", "tokenizers")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -49,48 +47,24 @@ def _parser() -> argparse.ArgumentParser:
     generate.set_defaults(run=_generate)
     generate.add_argument("prompt", nargs="?", help="the user's message (a plain text with --raw)")
     generate.add_argument("--prompt-ids", metavar="IDS", help="the prompt as token ids, e.g. 1,42,7")
-    generate.add_argument("--model", default="smollm2-135m", help="name, GGUF file, HF folder or hub id")
-    generate.add_argument("--method", default="recycling", help="drafting method; see `graft-jax info`")
-    generate.add_argument("--budget", type=int, help="tree nodes to verify a round, beside the root")
-    generate.add_argument("--table-order", type=int, default=3, help="longest retrieval context, in tokens")
-    generate.add_argument("--template", help="retrieval template: narrow, graft or recycling; the method's if none")
-    generate.add_argument("--drafter", metavar="PATH", help="draft head: HF folder or hub id (eagle3, graft)")
-    generate.add_argument("--draft-rope", default="auto", metavar="BASE", help="the head's rotary base: auto, config"
-                          " or a number (many heads were trained with 10000 whatever their config says)")  # fmt: skip
-    generate.add_argument("--calibration", metavar="FILE.json", help="gates, thresholds and tree sizes")
-    generate.add_argument("--draft-depth", type=int, metavar="D", help="expansions of the draft tree")
-    generate.add_argument("--draft-top-k", type=int, metavar="K", help="beam of the draft tree")
-    generate.add_argument("--gates", type=_numbers(int), metavar="DEPTHS", help="where drafting may stop, e.g. 0,1,5;"
-                          " '' for nowhere")  # fmt: skip
-    generate.add_argument("--thresholds", type=_numbers(float), metavar="P", help="one a gate, e.g. 0.14,0.13,0.49")
-    generate.add_argument("--gate-measure", default="best", help="confidence at a gate: best (path) or beam (sum)")
-    generate.add_argument("--prune", action=argparse.BooleanOptionalAction, default=True,
-                          help="stop drafting at closed gates (graft)")  # fmt: skip
-    generate.add_argument("--retrieval", action=argparse.BooleanOptionalAction, default=True,
-                          help="fill freed slots with retrieved tokens (graft)")  # fmt: skip
-    generate.add_argument("--attach", default="root", help="where retrieved tokens hang: root, tail or ends (graft)")
+    arguments.add_model(generate)
+    arguments.add_method(generate, default="recycling")
+    generate.add_argument("--memory", metavar="FILE.npz", help="what the drafter learned before (calibrate "
+                          "--save-memory)")  # fmt: skip
     generate.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
-    generate.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy")
-    generate.add_argument("--top-k", type=int, default=0, metavar="K", help="0 keeps all tokens")
-    generate.add_argument("--top-p", type=float, default=1.0, metavar="P", help="1 keeps all tokens")
-    generate.add_argument("--min-p", type=float, default=0.0, metavar="P", help="0 keeps all tokens")
-    generate.add_argument("--seed", type=int, default=0)
+    arguments.add_sampling(generate)
     generate.add_argument("--ignore-eos", action="store_true", help="go on past stop tokens")
-    generate.add_argument("--dtype", default="bfloat16", help="bfloat16 or float32")
-    generate.add_argument("--max-length", type=int, default=2048, metavar="N", help="prompt and new tokens")
-    generate.add_argument("--system", help="system message")
-    generate.add_argument("--raw", action="store_true", help="no chat template")
+    arguments.add_template(generate)
     generate.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text")
-    generate.add_argument("--template-arg", action="append", default=[], metavar="NAME=VALUE",
-                          help="variable of the chat template, e.g. enable_thinking=false")  # fmt: skip
     generate.add_argument("--prompts", metavar="FILE.jsonl", help="a file of prompts instead of one")
     generate.add_argument("--out", metavar="FILE.jsonl", help="with --prompts: append results here; goes on"
                           " where an interrupted run ended")  # fmt: skip
-    generate.add_argument("--strict-config", action="store_true", help="unknown config keys are errors")
     generate.add_argument("--stream", action=argparse.BooleanOptionalAction, default=True,
                           help="print the text as it comes (not with --json)")  # fmt: skip
     generate.add_argument("--compare", action="store_true", help="run plain decoding too, and compare")
     generate.add_argument("--json", action="store_true", help="one JSON object on stdout, nothing else")
+
+    cli_calibrate.add(commands)
 
     convert = commands.add_parser("convert", help="write a checkpoint as a Hugging Face safetensors folder")
     convert.set_defaults(run=_convert)
@@ -116,25 +90,21 @@ def _generate(args: argparse.Namespace, console: Console) -> int:
     from graft_jax.engine import SpeculativeDecoder
 
     with console.status("loading the model"):
-        decoder = SpeculativeDecoder.from_pretrained(
-            args.model, method=args.method, dtype=args.dtype, max_length=args.max_length,
-            strict_config=args.strict_config, drafter=args.drafter, draft_rope=args.draft_rope,
-            calibration=args.calibration, **_options(args),
-        )  # fmt: skip
+        decoder = SpeculativeDecoder.from_pretrained(**arguments.decoder(args))
+    _fill_memory(decoder, args.memory)
     settings: dict[str, Any] = dict(
-        max_new_tokens=args.max_new_tokens, temperature=args.temperature, top_k=args.top_k, top_p=args.top_p,
-        min_p=args.min_p, seed=args.seed, ignore_eos=args.ignore_eos, stop=args.stop, system=args.system,
-        raw=args.raw, template_args=_template_args(args.template_arg),
+        max_new_tokens=args.max_new_tokens, ignore_eos=args.ignore_eos, stop=args.stop,
+        **arguments.sampling(args), **arguments.template(args),
     )  # fmt: skip
     if args.prompts:
-        return run_file(decoder, items, settings, args.out, _provenance(decoder), console)
+        return run_file(decoder, items, settings, args.out, provenance.of(decoder), console)
     compiling = 0.0
     if args.compare:
         # What is compared is warm on both sides: a first run also pays for touching weights and code.
         with console.status("compiling and warming up (compiled programs are kept for the next time)"):
             warm = decoder.generate(prompt, **{**settings, "max_new_tokens": 2})
             compiling = warm.stats.compile_seconds
-            decoder.reset_memory()
+            _fill_memory(decoder, args.memory)
     if args.stream and not args.json:
         result = _print_stream(decoder, prompt, settings, console)
     else:
@@ -153,7 +123,7 @@ def _generate(args: argparse.Namespace, console: Console) -> int:
         with console.status("plain decoding, for comparison"):
             comparison = compare_with_plain(decoder, prompt, result, settings)
     if args.json:
-        report = {"results": [result.to_json()], **_provenance(decoder)}
+        report = {"results": [result.to_json()], **provenance.of(decoder)}
         if comparison is not None:
             report["compare"] = comparison
         print(json.dumps(report))
@@ -162,25 +132,10 @@ def _generate(args: argparse.Namespace, console: Console) -> int:
     return EXIT_OK
 
 
-def _options(args: argparse.Namespace) -> dict[str, Any]:
-    """The settings of the method that were given; those that were not leave room for a calibration's."""
-    given = {name: getattr(args, name) for name in (
-        "budget", "table_order", "template", "draft_depth", "draft_top_k", "gates", "thresholds", "prune",
-        "retrieval", "attach",
-    )}  # fmt: skip
-    if args.gate_measure != "best":
-        given["gate_measure"] = args.gate_measure
-    return {name: value for name, value in given.items() if value is not None}
-
-
-def _numbers(kind: type) -> Any:
-    """An argument of numbers with commas between them."""
-
-    def parse(text: str) -> tuple:
-        return tuple(kind(part) for part in text.split(",") if part)
-
-    parse.__name__ = f"list of {kind.__name__}s"  # argparse names it in its message
-    return parse
+def _fill_memory(decoder, path: str | None) -> None:
+    decoder.reset_memory()
+    if path:
+        decoder.load_memory(path)
 
 
 def _print_stream(decoder, prompt, settings, console: Console):
@@ -229,8 +184,8 @@ def _info(args: argparse.Namespace, console: Console) -> int:
         except ValueError as error:
             models[name] = _line(error)
     report = {
-        "device": _device(),
-        "versions": _versions(),
+        "device": provenance.device(),
+        "versions": provenance.versions(),
         "compilation_cache": _compilation_cache(),
         "models": models,
         "methods": {name: {"summary": m.summary, "needs": m.needs, "from": m.paper} for name, m in METHODS.items()},
@@ -249,20 +204,6 @@ def _info(args: argparse.Namespace, console: Console) -> int:
         table.add_row(name, m.summary, m.needs, m.paper)
     out.print(table)
     return EXIT_OK
-
-
-def _template_args(pairs: list[str]) -> dict[str, Any]:
-    """NAME=VALUE pairs; a value that is JSON (false, 3, "x") is taken as such, else as text."""
-    values: dict[str, Any] = {}
-    for pair in pairs:
-        name, equals, value = pair.partition("=")
-        if not name.isidentifier() or not equals:
-            raise ValueError(f"--template-arg {pair!r} must be NAME=VALUE")
-        try:
-            values[name] = json.loads(value)
-        except ValueError:
-            values[name] = value
-    return values
 
 
 def _convert(args: argparse.Namespace, console: Console) -> int:
@@ -291,33 +232,6 @@ def _ids(text: str) -> list[int]:
         return [int(part) for part in text.replace(",", " ").split()]
     except ValueError:
         raise ValueError(f"--prompt-ids {text!r} must be whole numbers, e.g. 1,42,7") from None
-
-
-def _provenance(decoder) -> dict[str, Any]:
-    return {
-        "method": decoder.method,
-        "model": decoder.name,
-        "dtype": decoder.dtype,
-        "device": _device(),
-        "versions": _versions(),
-    }
-
-
-def _device() -> str:
-    import jax
-
-    device = jax.devices()[0]
-    return f"{device.platform} {device.device_kind} x {jax.device_count()}, {os.cpu_count()} CPU cores"
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def _compilation_cache() -> str:

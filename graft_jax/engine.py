@@ -101,7 +101,7 @@ class SpeculativeDecoder:
             ValueError: an argument or a file is wrong; names it.
         """
         chosen = methods.get(method)
-        unknown = set(options) - {field.name for field in dataclasses.fields(methods.Options)}
+        unknown = set(options) - methods.OPTION_NAMES
         if unknown:
             raise ValueError(f"unknown options {sorted(unknown)}")
         if calibration is not None:

@@ -70,6 +70,9 @@ class Options:
                 raise ValueError(f"thresholds={self.thresholds} must be probabilities (-1 never closes a gate)")
 
 
+OPTION_NAMES = frozenset(field.name for field in dataclasses.fields(Options))
+
+
 @dataclasses.dataclass(frozen=True)
 class Context:
     """What a method is built for.
@@ -165,6 +168,11 @@ def _beam(context: Context, options: Options) -> Beam:
     return Beam(
         depth, options.draft_top_k or top_k, options.budget or (SMALL_BUDGET if context.small else LARGE_BUDGET)
     )
+
+
+def beam_of(drafter: Drafter) -> Beam:
+    """The sizes of a drafter's dynamic tree, whatever is wrapped around it."""
+    return drafter.beam if isinstance(drafter, Eagle3) else beam_of(drafter.base)  # type: ignore[attr-defined]
 
 
 def _gated(context: Context, options: Options, beam: Beam, found: Gates, keep: tuple[int, ...] = ()) -> Built:

@@ -144,7 +144,7 @@ class Session:
                     self.state = programs.run(
                         self.decoder.params, self.state, rounds if self.seconds["decode_seconds"] else 1
                     )
-                    self._look()
+                    self.look()
                 if not self.seconds["first_token_seconds"]:
                     passed = self.seconds["prefill_seconds"] + self.seconds["decode_seconds"]
                     self.seconds["first_token_seconds"] = passed
@@ -154,7 +154,7 @@ class Session:
             if self.state is not None:
                 self.decoder.memory = self.decoder.spec.drafter.memory(self.state.draft)
 
-    def _look(self) -> None:
+    def look(self) -> None:
         """Waits for the device and copies what the host needs to see."""
         assert self.state is not None
         before = self.lengths

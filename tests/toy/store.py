@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import safetensors
 import safetensors.numpy
+import tokenizers
 
 from graft_jax.config import ModelConfig
 from graft_jax.models.layers import is_transposed
@@ -69,6 +70,15 @@ def save(name: str, config: ModelConfig, params: TargetParams) -> None:
     (folder / "model.safetensors").chmod(0o644)  # the writer keeps it to its owner
     text = json.dumps({**config.to_hf(), "bos_token_id": 0, "torch_dtype": "bfloat16"}, indent=2)
     (folder / "config.json").write_text(text + "\n")
+    save_tokenizer(folder)
+
+
+def save_tokenizer(folder: Path) -> None:
+    """Writes a tokenizer that calls the ids t0 ... t299, so that loaders know that there are no more."""
+    words = {f"t{i}": i for i in range(NUM_TOKENS)}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="t0"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    backend.save(str(folder / "tokenizer.json"), pretty=False)
 
 
 def facts(name: str) -> dict[str, Any]:
