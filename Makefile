@@ -31,6 +31,7 @@ test-all: $(VENV)/.setup-test
 	$(BIN)/python -m pytest -m "not parity" $(ARGS)
 
 test-parity: $(VENV)/.setup-test $(VENV)/.setup-parity
+	$(PIP) install --no-deps dflash==0.1.0
 	$(BIN)/python -m pytest -m parity $(ARGS)
 
 lint: $(VENV)/.setup-lint

@@ -189,7 +189,7 @@ class DFlashConfig:
         return {
             **self.model.to_hf(), "architectures": ["DFlashDraftModel"], "block_size": self.block_size,
             "num_target_layers": self.num_target_layers, "layer_types": kinds,
-            "sliding_window": max(self.windows) or None,
+            "sliding_window": max(self.windows) or None, "use_sliding_window": any(self.windows),
             **({} if self.causal == tuple(map(bool, self.windows)) else {"is_causal": self.causal[0]}),
             "dflash_config": block,
         }  # fmt: skip
@@ -211,7 +211,8 @@ _HEAD_KEYS = (
 )
 _OWN_KEYS = (
     "dflash_config", "block_size", "mask_token_id", "target_layer_ids", "num_target_layers", "projector_type",
-    "layer_types", "sliding_window", "use_sliding_window", "is_causal", *(key for key, _, _ in _HEAD_KEYS),
+    "layer_types", "sliding_window", "use_sliding_window", "max_window_layers",
+    "is_causal", *(key for key, _, _ in _HEAD_KEYS),
     *_OFF, *_DFLASH2,
 )  # fmt: skip
 
@@ -233,16 +234,20 @@ def _refuse_others(config: Mapping[str, Any], take: Any, where: str) -> None:
 
 
 def _attention(outer: Reader, num_layers: int) -> tuple[tuple[int, ...], tuple[bool, ...]]:
-    """Window and causality of each layer. Only layers of type sliding_attention have a window; unless
-    `is_causal` says otherwise they are causal inside the block, and full ones are not."""
-    kinds = outer.take("layer_types", list, ["full_attention"] * num_layers)
-    window = outer.take("sliding_window", int, None)
-    outer.take("use_sliding_window", bool, None)  # the layers' types decide
+    """Window and causality of each layer, by the rules of transformers' Qwen3Config and z-lab's attention.
+
+    Only sliding layers have a window; unless `is_causal` says otherwise they alone are causal in the block.
+    """
+    used = outer.take("use_sliding_window", bool, False)
+    window = outer.take("sliding_window", int, 4096 if used else None)
+    from_layer = outer.take("max_window_layers", int, 28) if used else num_layers
+    rule = ["sliding_attention" if i >= from_layer else "full_attention" for i in range(num_layers)]
+    kinds = outer.take("layer_types", list, rule)
     causal = outer.take("is_causal", bool, None)
     if len(kinds) != num_layers or not set(kinds) <= {"full_attention", "sliding_attention"}:
         raise ValueError(f"{outer.where}: layer_types={kinds!r} must name {num_layers} full or sliding layers")
     sliding = [kind == "sliding_attention" for kind in kinds]
-    if any(sliding) and (window is None or window < 1):
-        raise ValueError(f"{outer.where}: sliding_window={window!r} must be at least 1 for sliding layers")
+    if any(sliding) and (not used or window is None or window < 1):
+        raise ValueError(f"{outer.where}: sliding layers need use_sliding_window (is {used}) and {window=} above 0")
     windows = tuple((window or 0) if slides else 0 for slides in sliding)
     return windows, tuple(slides if causal is None else causal for slides in sliding)
