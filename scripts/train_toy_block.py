@@ -6,6 +6,7 @@ policy the mean tokens a round, bonus included, on prompts that were not trained
 """
 
 import argparse
+import dataclasses
 import functools
 import shutil
 import sys
@@ -36,6 +37,7 @@ NAMES = ("dflash", "domino")
 MASK, BLOCK, GAMMA = 310, 8, 4.0
 ROWS, LENGTH, ANCHORS = 16, 128, 16
 HEAD = DominoConfig(gru_size=64, rank=32, prefix=1, shift=True)
+TAPS = (2, 4)  # the format's rule would take one layer twice: the target has but four
 BUDGET = 8
 
 
@@ -50,8 +52,9 @@ def texts(config, target, count: int) -> np.ndarray:
 def features(config, target, taps, tokens):
     B, T = tokens.shape
     out = transformer.forward(
-        config, target, tokens, jnp.broadcast_to(jnp.arange(T), (B, T)), jnp.broadcast_to(jnp.tri(T, dtype=bool), (B, T, T)),
-        kv.init(config, B, 1, jnp.float32), jnp.zeros(B, jnp.int32), taps,
+        config, target, tokens, jnp.broadcast_to(jnp.arange(T), (B, T)),
+        jnp.broadcast_to(jnp.tri(T, dtype=bool), (B, T, T)), kv.init(config, B, 1, jnp.float32),
+        jnp.zeros(B, jnp.int32), taps,
     )  # fmt: skip
     return out.taps
 
@@ -61,9 +64,10 @@ def train(name: str, steps: int) -> tuple[DFlashConfig, dflash.DFlashParams]:
     config = DFlashConfig.for_target(
         target_config, num_layers=2, block_size=BLOCK, mask_token_id=MASK, domino=HEAD if name == "domino" else None
     )
+    config = dataclasses.replace(config, taps=TAPS)
     params: Any = dflash.init_params(config, jax.random.key(NAMES.index(name)), jnp.float32, std=0.06)
-    rate = optax.warmup_cosine_decay_schedule(0.0, 4e-3, steps // 20, steps, end_value=4e-5)
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, weight_decay=0.0))
+    rate = optax.warmup_cosine_decay_schedule(0.0, 1e-2, steps // 20, steps, end_value=1e-4)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.99, weight_decay=0.0))
 
     def loss_of(params, taps, tokens, key, step):
         mask = jnp.ones(tokens.shape, bool)
@@ -131,7 +135,7 @@ def measure(temperature: float, count: int = 24, new: int = 160) -> dict[str, fl
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", default=list(NAMES), help="dflash, domino; both if none")
-    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--steps", type=int, default=2500)
     parser.add_argument("--measure", action="store_true", help="only measure the stored weights again")
     args = parser.parse_args()
     for name in [] if args.measure else args.names:

@@ -179,19 +179,25 @@ def heap(distribution, anchor, drafter, tree):
     return out
 
 
-def test_less_probable_paths_are_cut():
+def test_less_probable_paths_are_dropped_or_marked():
     config, target, params = random_drafter()
     state = ready(DFlash(config, target, Marginal(9)), params, features(2))
     whole = draft(DFlash(config, target, Marginal(9)), params, state, jnp.array([7, 8, 9])).tree
     floor = jnp.exp(whole.score[0, 4]) * 1.001
-    cut = draft(
-        DFlash(config, target, Marginal(9), cut=True),
-        params.replace(thresholds=floor[None]),
-        state,
-        jnp.array([7, 8, 9]),
+    dropped, marked = (
+        draft(
+            DFlash(config, target, Marginal(9), unlikely),
+            params.replace(thresholds=floor[None]),
+            state,
+            jnp.array([7, 8, 9]),
+        )
+        for unlikely in ("drop", "mark")
     )
-    assert cut.stage[0] == 3
-    np.testing.assert_array_equal(cut.tree.valid.sum(axis=1) - 1, cut.stage)
+    assert dropped.stage[0] == 3
+    np.testing.assert_array_equal(dropped.stage, (whole.score >= jnp.log(floor)).sum(axis=1) - 1)
+    np.testing.assert_array_equal(dropped.tree.valid.sum(axis=1) - 1, dropped.stage)
+    np.testing.assert_array_equal(marked.stage, dropped.stage)
+    jax.tree.map(np.testing.assert_array_equal, marked.tree, whole)
 
 
 POLICIES = {

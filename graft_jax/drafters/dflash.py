@@ -5,7 +5,7 @@ the policies of `drafters.domino` the same drafter is Domino and DominoTree.
 """
 
 import dataclasses
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import flax.struct
 import jax
@@ -19,7 +19,7 @@ from graft_jax.models.cache import KVCache
 from graft_jax.models.dflash_config import DFlashConfig
 from graft_jax.sampling import first_argmax
 from graft_jax.tree.best_first import BestFirst, grow
-from graft_jax.tree.structure import chain, truncate
+from graft_jax.tree.structure import DraftTree, chain, truncate
 from graft_jax.types import Array, Bool, Float, Int
 
 
@@ -62,8 +62,9 @@ class DFlash:
         config: of the drafter.
         target: whose embedding and head it uses.
         policy: makes the tree.
-        cut: nodes whose path is less probable than `Params.thresholds[0]` are dropped, and the draft's stage is
-            the number of nodes that stayed (for `Graft`, which fills the rest).
+        unlikely: what becomes of nodes whose path is less probable than `Params.thresholds[0]`: "keep" has no
+            threshold, "drop" drops them, and "mark" keeps them for what slots `Graft` has left. With a threshold
+            the draft's stage is the number of the other nodes.
         attention_block: see `layers.attend`.
         cache_dtype: of the keys and values.
     """
@@ -71,7 +72,7 @@ class DFlash:
     config: DFlashConfig
     target: ModelConfig
     policy: Policy
-    cut: bool = False
+    unlikely: Literal["keep", "mark", "drop"] = "keep"
     attention_block: int = 0
     cache_dtype: str = "float32"
 
@@ -114,7 +115,10 @@ class DFlash:
         slots = Slots(outputs, transformer.logits(self.target, params.target, outputs))
         draft = self.policy(self.config, params, slots, root, active)
         draft = draft.replace(forwards=active.astype(jnp.int32))
-        return (_cut(draft, params.thresholds[0]) if self.cut else draft), state
+        if self.unlikely == "keep":
+            return draft, state
+        draft = draft.replace(stage=_likely(draft.tree, params.thresholds[0]))
+        return (draft.replace(tree=truncate(draft.tree, draft.stage)) if self.unlikely == "drop" else draft), state
 
     def _extend(self, params, state: DFlashState, taps, count: Int[Array, "B"]) -> DFlashState:
         """Adds the next rows of features, of which the first `count` are committed."""
@@ -193,8 +197,7 @@ def shared_tree(
     return grow(BestFirst(D, budget, C), root, tokens[:, 0], log_probs[:, 0], expand, (), active)
 
 
-def _cut(draft: Draft, floor: Float[Array, ""]) -> Draft:
-    """Drops the paths under `floor`: nodes stand in order of score, so a prefix stays."""
-    likely = draft.tree.valid & (draft.tree.score >= jnp.log(jnp.maximum(floor, 0.0)))
-    kept = likely[:, 1:].sum(axis=1, dtype=jnp.int32)
-    return draft.replace(tree=truncate(draft.tree, kept), stage=kept)
+def _likely(tree: DraftTree, floor: Float[Array, ""]) -> Int[Array, "B"]:
+    """How many nodes have paths as probable as `floor`: the first ones, for nodes stand in order of score."""
+    likely = tree.valid & (tree.score >= jnp.log(jnp.maximum(floor, 0.0)))
+    return likely[:, 1:].sum(axis=1, dtype=jnp.int32)

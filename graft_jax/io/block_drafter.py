@@ -1,7 +1,7 @@
 """Loading and saving block drafters in z-lab's format (58 tensors for five layers) and Domino's (62)."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,36 +14,71 @@ from jax.tree_util import SequenceKey
 from graft_jax.config import ModelConfig
 from graft_jax.io import weights
 from graft_jax.io.checkpoint import check_dtype, new_folder
-from graft_jax.io.drafter import open_folder
+from graft_jax.io.drafter import Source, load_eagle3, open_folder
 from graft_jax.io.tensors import PLAIN_DTYPES
 from graft_jax.io.weights import Slot
 from graft_jax.models.dflash import DFlashParams, DominoParams
-from graft_jax.models.dflash_config import DFlashConfig
+from graft_jax.models.dflash_config import DFlashConfig, drafter_kind
 from graft_jax.models.layers import is_transposed
 from graft_jax.models.transformer import LayerParams
 
 _OLD_PREFIX = "logit_head."  # of the head's tensors in the first Domino checkpoints
+KINDS = {"eagle3": "an EAGLE-3 head", "dflash": "a DFlash drafter", "domino": "a Domino drafter"}
 _DOWN = "embed_proj.0.weight"  # W1 of [hidden, state]: one tensor, two parameters
 
 
+def load_drafter(
+    drafter: str | Path,
+    target: ModelConfig,
+    *,
+    dtype: Any,
+    kinds: Collection[str],
+    rope: str | int | float = "auto",
+    target_embed: jax.Array | None = None,
+) -> tuple[Any, Any]:
+    """Loads a draft head of whatever kind its `config.json` says.
+
+    Args:
+        drafter: a Hugging Face folder (safetensors or .bin) or a hub id.
+        target: the model that it drafts for.
+        dtype: of the weights: "float32" or "bfloat16".
+        kinds: what is wanted, of "eagle3", "dflash" and "domino".
+        rope: of an EAGLE-3 head, see `Eagle3Config.from_hf`; block drafters' rope is always their config's.
+        target_embed: see `load_eagle3`.
+
+    Raises:
+        ValueError: the head is of another kind, broken, unsupported, or made for another target.
+    """
+    source = open_folder(drafter)
+    kind = drafter_kind(source.config)
+    if kind not in kinds:
+        raise ValueError(f"drafter={str(drafter)!r} is {KINDS[kind]}; wanted: {' or '.join(KINDS[k] for k in kinds)}")
+    if kind == "eagle3":
+        return load_eagle3(drafter, target, dtype=dtype, rope=rope, target_embed=target_embed)
+    if rope != "auto":
+        raise ValueError(f"draft_rope={rope!r} goes with EAGLE-3 heads; {str(drafter)!r} is {KINDS[kind]}")
+    return load_block_drafter(source, target, dtype=dtype)
+
+
 def load_block_drafter(
-    drafter: str | Path, target: ModelConfig, *, dtype: Any
+    drafter: str | Path | Source, target: ModelConfig, *, dtype: Any
 ) -> tuple[DFlashConfig, DFlashParams]:  # fmt: skip
     """Loads a DFlash or Domino drafter.
 
     Args:
-        drafter: a Hugging Face folder (safetensors or .bin) or a hub id.
+        drafter: a Hugging Face folder (safetensors or .bin), a hub id, or what `open_folder` made of it.
         target: the model that it drafts for.
         dtype: of the weights: "float32" or "bfloat16".
 
     Raises:
         ValueError: the drafter is broken, unsupported, or made for another target.
     """
-    source, dtype = open_folder(drafter), check_dtype(dtype)
+    source = drafter if isinstance(drafter, Source) else open_folder(drafter)
+    dtype = check_dtype(dtype)
     config = DFlashConfig.from_hf(source.config, target, where=source.where)
     tensors = {name.removeprefix(_OLD_PREFIX): tensor for name, tensor in source.tensors.items()}
-    what = "a DFlash drafter" if config.domino is None else "a Domino drafter"
     sizes = f"hidden_size {config.model.hidden_size}, {config.model.num_layers} layers, {len(config.taps)} features"
+    what = KINDS[config.kind]
     pairs = weights.pair(block_slots(config), tensors, str(source.folder), what, sizes)
     for _, tensor in pairs:
         if tensor.kind not in PLAIN_DTYPES:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from graft_jax.config import ModelConfig, Reader
 
@@ -79,6 +79,10 @@ class DFlashConfig:
     def first_slot(self) -> int:
         """The first slot that says something: the anchor's own only where labels are shifted."""
         return 0 if self.domino is not None and self.domino.shift else 1
+
+    @property
+    def kind(self) -> Literal["dflash", "domino"]:
+        return "dflash" if self.domino is None else "domino"
 
     @property
     def num_drafted(self) -> int:
@@ -193,6 +197,16 @@ class DFlashConfig:
             **({} if self.causal == tuple(map(bool, self.windows)) else {"is_causal": self.causal[0]}),
             "dflash_config": block,
         }  # fmt: skip
+
+
+def drafter_kind(config: Mapping[str, Any]) -> Literal["eagle3", "dflash", "domino"]:
+    """What a draft head's `config.json` describes; the keys that follow from it are checked on loading."""
+    nested = config.get("dflash_config")
+    own = {**config, **nested} if isinstance(nested, Mapping) else config
+    if own.get("projector_type") is not None:
+        return "domino"
+    named = any(name in _ARCHITECTURES for name in config.get("architectures") or ())
+    return "dflash" if named or "dflash_config" in config or "mask_token_id" in config else "eagle3"
 
 
 def default_layer_ids(num_target_layers: int, num_layers: int) -> list[int]:
