@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import toy
 from oracles import safe_seed
+from tiny_checkpoints import write_tokenizer
 
 from graft_jax import cli, engine, methods
 from graft_jax.drafters.base import Params
@@ -91,10 +93,12 @@ class TestLossless:
         assert [out.token_ids for out in ended] == cut
         assert len({len(tokens) for tokens in cut}) > 1
 
-    def test_on_the_command_line(self, method, capsys):
+    def test_on_the_command_line(self, method, capsys, tmp_path):
         prompt = ",".join(map(str, toy.safe_prompts("llama", 1)[0]))
+        shutil.copytree(toy.FOLDER / "llama", tmp_path / "llama")
+        write_tokenizer(tmp_path / "llama")  # so that padding rows are known to be some
         status = cli.main([
-            "generate", "--model", str(toy.FOLDER / "llama"), "--drafter", str(toy.FOLDER / METHODS[method]),
+            "generate", "--model", str(tmp_path / "llama"), "--drafter", str(toy.FOLDER / METHODS[method]),
             "--method", method, "--prompt-ids", prompt, "--dtype", "float32", "--max-length", "256",
             "--max-new-tokens", "60", "--ignore-eos", "--compare", "--json",
         ])  # fmt: skip
