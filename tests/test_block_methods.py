@@ -192,34 +192,64 @@ POLICIES = {
 }
 
 
+@functools.cache
+def built(name):
+    """A policy on the toy weights: (function of slots and root, the drafter's configuration)."""
+    _, target, (config, weights) = world("dflash" if name == "dflash" else "domino")
+    policy, params = POLICIES[name](), Params(target, weights)
+
+    @jax.jit
+    def make(params, slots, root):
+        return policy(config, params, slots, root, jnp.ones(root.shape, bool)).tree
+
+    return lambda slots, root: jax.tree.map(np.asarray, make(params, slots, root)), config
+
+
+ROWS = 9  # one batch shape for both tests: one more than the slots of a shifted block
+
+
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_spoiled_slot_ends_the_path_there(name):
     """Slots that are sure of an oracle's tokens, one of them spoiled: exactly the tokens before it are accepted."""
-    config, target, (drafter_config, weights) = world("dflash" if name == "dflash" else "domino")
-    policy = POLICIES[name]()
-    D = drafter_config.num_drafted
+    make, config = built(name)
+    D = config.num_drafted
     wanted = np.array([17, 250, 3, 3, 299, 90, 41, 8][:D])
-    said = np.tile(wanted, (D + 1, 1))  # row j has slot j spoiled; the last row none
+    said = np.tile(wanted, (ROWS, 1))  # row j has slot j spoiled; those behind have none
     said[np.arange(D), np.arange(D)] += 1
-    logits = np.zeros((D + 1, D, config.vocab_size), np.float32)
+    logits = np.zeros((ROWS, D, config.model.vocab_size), np.float32)
     np.put_along_axis(logits, said[:, :, None], 500.0, axis=2)  # more than any correction
-    slots = Slots(jnp.zeros((D + 1, D, drafter_config.model.hidden_size)), jnp.asarray(logits))
-    make = jax.jit(lambda params, slots, root: policy(drafter_config, params, slots, root, jnp.ones(D + 1, bool)))
-    tree = make(Params(target, weights), slots, jnp.full(D + 1, 9)).tree
-    tree = jax.tree.map(np.asarray, tree)
-    for row in range(D + 1):
+    tree = make(Slots(jnp.zeros((ROWS, D, config.model.hidden_size)), jnp.asarray(logits)), jnp.full(ROWS, 9))
+    for row in range(ROWS):
         at, depth = 0, 0
         while depth < D:
-            below = [
-                i for i in range(1, tree.tokens.shape[1])
-                if tree.valid[row, i] and tree.parents[row, i] == at and tree.tokens[row, i] == wanted[depth]
-            ]  # fmt: skip
-            if not below:
+            below = (tree.parents[row] == at) & (tree.tokens[row] == wanted[depth]) & tree.valid[row]
+            if not below.any():
                 break
-            (at,), depth = below, depth + 1
+            (at,) = np.flatnonzero(below)
+            depth += 1
             assert tree.depth[row, at] == depth
-        assert depth == row
-        assert tree.valid[row].sum() - 1 >= D if row == D else True
+        assert depth == min(row, D)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("kind", ["flat", "peaked", "tied"])
+def test_trees_are_trees(name, kind):
+    """Closed under prefixes, no token twice under a node, at most the budget, the root's best child first."""
+    make, config = built(name)
+    D, V, M = config.num_drafted, config.model.vocab_size, config.model.hidden_size
+    rng = np.random.default_rng(len(kind))
+    logits = {"flat": 1.0, "peaked": 8.0, "tied": 2.0}[kind] * rng.normal(size=(ROWS, D, V))
+    logits = jnp.asarray(np.round(logits) if kind == "tied" else logits, jnp.float32)
+    hidden = jnp.asarray(rng.normal(size=(ROWS, D, M)), jnp.float32)
+    tree = make(Slots(hidden, logits), jnp.asarray(rng.integers(0, 300, ROWS)))
+    for row in range(ROWS):
+        nodes = np.flatnonzero(tree.valid[row])[1:]
+        parents = tree.parents[row, nodes]
+        assert (parents < nodes).all() and tree.valid[row, parents].all()
+        assert (tree.depth[row, nodes] == tree.depth[row, parents] + 1).all() and tree.depth[row, nodes].max() <= D
+        assert len(set(zip(parents, tree.tokens[row, nodes]))) == len(nodes) == POLICIES[name]().budget
+        assert (np.diff(tree.score[row, nodes]) <= 0).all()
+        assert tree.tokens[row, 1] == np.argmax(logits[row, 0])  # the first slot is never corrected here
 
 
 @pytest.mark.parametrize("method", ["dominotree", "graft-dflash"])
