@@ -68,7 +68,7 @@ class TestLossless:
         assert [out.token_ids for out in outs] == wanted.tolist()
         assert acceptance(outs) > 1.3
         assert sum(out.stats.accepted["drafted"] for out in outs) > 20
-        if method.startswith("graft"):
+        if method == "graft-dflash":
             assert sum(out.stats.accepted["retrieved"] for out in outs) > 5
 
     def test_sampled_alone_and_in_a_ragged_batch(self, method):
@@ -109,28 +109,28 @@ class TestLossless:
 
 LADDER = {
     "dflash": ("dflash", {}),
-    "ddtree": ("ddtree", {}),
+    "ddtree": ("ddtree", dict(budget=16)),
     "domino": ("domino", {}),
-    "marginal": ("dominotree", dict(scoring="marginal")),
-    "greedy-path": ("dominotree", dict(scoring="greedy-path")),
-    "path": ("dominotree", {}),
+    "marginal": ("dominotree", dict(scoring="marginal", budget=16)),
+    "greedy-path": ("dominotree", dict(scoring="greedy-path", budget=16)),
+    "path": ("dominotree", dict(budget=16)),
 }
 
 
 def test_acceptance_orders_as_in_the_papers():
     """Trees accept more than chains, and corrected trees the more, the more of a node's own path they know."""
-    prompts = toy.sample_prompts(11, 24, 16, 48)
+    prompts = toy.sample_prompts(11, 16, 16, 48)
     found = {}
     for name, (method, options) in LADDER.items():
         made = decoder(method, **options)
         batches = [prompts[i : i + 4] for i in range(0, len(prompts), 4)]
         found[name] = acceptance([
-            out for batch in batches for out in made.generate(batch, max_new_tokens=160, ignore_eos=True)
+            out for batch in batches for out in made.generate(batch, max_new_tokens=128, ignore_eos=True)
         ])  # fmt: skip
-    print(found)
-    assert found["dflash"] < found["ddtree"]
-    assert found["domino"] < found["path"]
-    assert found["marginal"] < found["greedy-path"] < found["path"]
+    for less, more in (
+        ("dflash", "ddtree"), ("domino", "path"), ("marginal", "greedy-path"), ("greedy-path", "path"),
+    ):  # fmt: skip
+        assert found[less] < 0.98 * found[more], found
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -342,14 +342,20 @@ def _context(name):
 
 
 def test_thresholds_move_slots_to_retrieval():
-    """At 0 the drafted tree stays whole; at 1 all slots are retrieved where the table knows enough."""
+    """At 0 the drafted tree stays whole; above 1 all slots are retrieved where the table knows enough."""
     made = decoder("graft-dominotree")
+    config, params, _ = world("domino")
     prompts = toy.safe_prompts("llama", 4)
+    wanted, _ = toy.greedy(config, params, prompts, 64)
     shares = []
     for threshold in (0.0, 0.3, 1.1):
         made.reset_memory()
         made.set_thresholds((threshold,))
         outs = made.generate(prompts, max_new_tokens=64, ignore_eos=True)
+        assert [out.token_ids for out in outs] == wanted.tolist()
+        assert acceptance(outs) > 1.3
+        retrieved = sum(out.stats.accepted["retrieved"] for out in outs)  # repeated drafted nodes are no such
+        assert threshold < 1 or retrieved > 5
         drafted, retrieved = (sum(out.stats.drafted[kind] for out in outs) for kind in ("drafted", "retrieved"))
         shares.append(retrieved / (drafted + retrieved))
     made.set_thresholds(methods.get("graft-dominotree").build(_context("domino"), Options()).thresholds)
