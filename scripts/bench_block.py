@@ -87,9 +87,9 @@ def share(model: str, dtype: str) -> list[dict]:
             "path, full normaliser": Corrected(16, normaliser="full"), "chain of 16": Corrected(16, "chain", 64),
             "chain of 16, all candidates": Corrected(16, "chain", 0),
         }  # fmt: skip
+        builders = {name: builder(config, policy) for name, policy in policies.items()}
         for certainty in CERTAINTIES:
             said = slots(config, certainty)
-            builders = {name: builder(config, policy) for name, policy in policies.items()}
             calls = {name: functools.partial(run, params, said) for name, run in builders.items()}
             times = interleaved({"round": lambda: rounds(params, state), **calls})  # noqa: B023
             for name, run in builders.items():
