@@ -31,7 +31,7 @@ test-all: $(VENV)/.setup-test
 	$(BIN)/python -m pytest -m "not parity" $(ARGS)
 
 test-parity: $(VENV)/.setup-test $(VENV)/.setup-parity
-	$(PIP) install --no-deps speculators==0.9.0 hs-connectors
+	$(PIP) install --no-deps dflash==0.1.0 speculators==0.9.0 hs-connectors==0.9.0
 	$(BIN)/python -m pytest -m parity $(ARGS)
 
 lint: $(VENV)/.setup-lint

@@ -17,21 +17,29 @@ def add_method(parser: argparse.ArgumentParser, default: str) -> None:
     parser.add_argument("--budget", type=int, help="tree nodes to verify a round, beside the root")
     parser.add_argument("--table-order", type=int, default=3, help="longest retrieval context, in tokens")
     parser.add_argument("--template", help="retrieval template: narrow, graft or recycling; the method's if none")
-    parser.add_argument("--drafter", metavar="PATH", help="draft head: HF folder or hub id (eagle3, graft)")
+    parser.add_argument("--drafter", metavar="PATH", help="draft head: HF folder or hub id; see the methods'"
+                          " needs in `graft-jax info`")  # fmt: skip
     parser.add_argument("--draft-rope", default="auto", metavar="BASE", help="the head's rotary base: auto, config"
                           " or a number (many heads were trained with 10000 whatever their config says)")  # fmt: skip
     parser.add_argument("--calibration", metavar="FILE.json", help="gates, thresholds and tree sizes")
+    parser.add_argument("--block-size", type=int, metavar="T", help="slots of a block drafter's block, its own at most")
+    parser.add_argument("--candidates", type=int, metavar="M", help="tokens a slot that Domino's head corrects; 0 for"
+                          " all (domino: 0, dominotree: 64 if not given)")  # fmt: skip
+    parser.add_argument("--scoring", help="of dominotree's nodes: path (if not given), greedy-path or marginal")
+    parser.add_argument("--normaliser", help="Domino's probabilities sum over the candidates (slice, if not given)"
+                          " or the vocabulary (full)")  # fmt: skip
     parser.add_argument("--draft-depth", type=int, metavar="D", help="expansions of the draft tree")
     parser.add_argument("--draft-top-k", type=int, metavar="K", help="beam of the draft tree")
     parser.add_argument("--gates", type=_numbers(int), metavar="DEPTHS", help="where drafting may stop, e.g. 0,1,5;"
                           " '' for nowhere")  # fmt: skip
-    parser.add_argument("--thresholds", type=_numbers(float), metavar="P", help="one a gate, e.g. 0.14,0.13,0.49")
+    parser.add_argument("--thresholds", type=_numbers(float), metavar="P", help="one a gate, e.g. 0.14,0.13,0.49;"
+                          " for graft-dflash and graft-dominotree what a kept path needs")  # fmt: skip
     parser.add_argument("--gate-measure", metavar="NAME", help="confidence at a gate: best (path) or beam (sum)")
     parser.add_argument("--prune", action=argparse.BooleanOptionalAction, default=True,
                           help="stop drafting at closed gates (graft)")  # fmt: skip
     parser.add_argument("--retrieval", action=argparse.BooleanOptionalAction, default=True,
-                          help="fill freed slots with retrieved tokens (graft)")  # fmt: skip
-    parser.add_argument("--attach", default="root", help="where retrieved tokens hang: root, tail or ends (graft)")
+                          help="fill freed slots with retrieved tokens (the graft methods)")  # fmt: skip
+    parser.add_argument("--attach", help="where retrieved tokens hang: root, tail or ends; the method's if none")
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +61,7 @@ def decoder(args: argparse.Namespace) -> dict[str, Any]:
     """Arguments of `from_pretrained`. Settings of the method that were not given leave room for a calibration's."""
     options = {name: getattr(args, name) for name in (
         "budget", "table_order", "template", "draft_depth", "draft_top_k", "gates", "gate_measure", "thresholds",
-        "prune", "retrieval", "attach",
+        "prune", "retrieval", "attach", "block_size", "candidates", "scoring", "normaliser",
     )}  # fmt: skip
     loading = {name: getattr(args, name) for name in (
         "model", "method", "dtype", "max_length", "strict_config", "drafter", "draft_rope", "calibration",

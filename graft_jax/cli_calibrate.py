@@ -53,7 +53,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     from graft_jax.session import Request
     from graft_jax.warmup import record, round_seconds
 
-    if methods.get(args.method).head != "eagle3" or not args.prune:
+    if "eagle3" not in methods.get(args.method).heads or not args.prune:
         raise ValueError(f"--method {args.method} {'' if args.prune else '--no-prune '}has no gates to calibrate")
     given = arguments.decoder(args)
     with console.status("loading the model"):

@@ -14,8 +14,8 @@ from graft_jax.calibration import read_calibration
 from graft_jax.config import ModelConfig
 from graft_jax.decode import DecodeSpec
 from graft_jax.drafters.base import Drafter, Params
+from graft_jax.io.block_drafter import KINDS, load_drafter
 from graft_jax.io.checkpoint import load_target
-from graft_jax.io.drafter import load_eagle3
 from graft_jax.models.transformer import TargetParams
 from graft_jax.programs import Programs
 from graft_jax.prompts import Prompt, encode_prompt, split_prompts
@@ -91,8 +91,8 @@ class SpeculativeDecoder:
             dtype: "bfloat16" or "float32".
             max_length: most tokens of a row, prompt and new ones together.
             strict_config: unknown keys of the model's config are errors.
-            drafter: the draft head: a Hugging Face folder or a hub id.
-            draft_rope: base of the head's rotary frequencies (see `Eagle3Config.from_hf`).
+            drafter: the draft head: a Hugging Face folder or a hub id. Its `config.json` says what it is.
+            draft_rope: base of an EAGLE-3 head's rotary frequencies (see `Eagle3Config.from_hf`).
             calibration: a file of `graft-jax calibrate`: gates, thresholds and tree sizes, unless `options` say
                 otherwise.
             options: fields of `methods.Options`, e.g. `budget=7`.
@@ -109,21 +109,25 @@ class SpeculativeDecoder:
         settings = methods.Options(**options)
         if max_length < 2:
             raise ValueError(f"max_length={max_length} must be at least 2 tokens")
-        if (chosen.head is None) != (drafter is None):
-            needs = f"needs {chosen.needs}: give drafter=" if chosen.head else f"takes no drafter, got {drafter!r}"
+        if bool(chosen.heads) != (drafter is not None):
+            needs = f"needs {chosen.needs}: give drafter=" if chosen.heads else f"takes no drafter, got {drafter!r}"
             raise ValueError(f"method {method!r} {needs}")
         config, params, tokenizer = load_target(model, dtype=dtype, strict_config=strict_config)
         head = None
         if drafter is not None:
-            head = load_eagle3(drafter, config, dtype=dtype, rope=draft_rope, target_embed=params.embed)
+            head = load_drafter(
+                drafter, config, dtype=dtype, kinds=chosen.heads, rope=draft_rope, target_embed=params.embed
+            )
         return _build(method, settings, config, params, tokenizer, max_length, str(model), head)
 
     def with_method(self, method: str, **options: Any) -> "SpeculativeDecoder":
         """A decoder over the same weights with another method, e.g. "ar" as the baseline."""
         settings, length = methods.Options(**options), self.spec.max_length
-        head = self.head if methods.get(method).head else None
-        if methods.get(method).head and head is None:
-            raise ValueError(f"method {method!r} needs {methods.get(method).needs}; this decoder was loaded without")
+        chosen = methods.get(method)
+        head = self.head if chosen.heads else None
+        if chosen.heads and (head is None or head[0].kind not in chosen.heads):
+            loaded = "nothing" if head is None else KINDS[head[0].kind]
+            raise ValueError(f"method {method!r} needs {chosen.needs}; this decoder was loaded with {loaded}")
         return _build(method, settings, self.config, self.params.target, self.tokenizer, length, self.name, head)
 
     def set_thresholds(self, thresholds: Sequence[float]) -> None:

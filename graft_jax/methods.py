@@ -7,17 +7,21 @@ from typing import Any, Literal
 
 from graft_jax.config import ModelConfig
 from graft_jax.drafters.base import Drafter
+from graft_jax.drafters.dflash import Chain, DFlash, Marginal, Policy
+from graft_jax.drafters.domino import Corrected
 from graft_jax.drafters.eagle3 import Eagle3
 from graft_jax.drafters.empty import Empty
 from graft_jax.drafters.graft import Graft, Stage
 from graft_jax.drafters.lookup import Lookup
+from graft_jax.models.dflash_config import DFlashConfig
 from graft_jax.retrieval.adjacency import SuccessorTable
 from graft_jax.tree import gates, templates
 from graft_jax.tree.beam import Beam
 from graft_jax.tree.gates import Gates
 from graft_jax.tree.templates import Template
 
-SMALL_BUDGET, LARGE_BUDGET = 7, 60  # tree nodes that pay on a CPU, and the papers'
+SMALL_BUDGET, LARGE_BUDGET, BLOCK_BUDGET = 7, 60, 16  # tree nodes that pay on a CPU; Graft's; DominoTree's
+CANDIDATES = 64  # M, as in DominoTree
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,6 +40,10 @@ class Options:
         prune: False drafts to the end and splits the budget as at the last gate (Graft's "w/o prune").
         retrieval: False leaves the slots that pruning freed empty (Graft's "w/o retrieval").
         attach: where retrieved nodes hang (`drafters.graft.Graft`).
+        block_size: slots of a block that are used; the drafter's own at most.
+        candidates: M, tokens a slot whose logits Domino's head corrects; 0 corrects all.
+        scoring: of DominoTree's nodes: "path", "greedy-path" or "marginal" (`drafters.domino`).
+        normaliser: of corrected probabilities: "slice" sums over the candidates, "full" over the vocabulary.
     """
 
     budget: int | None = None
@@ -50,7 +58,11 @@ class Options:
     thresholds: tuple[float, ...] | None = None
     prune: bool = True
     retrieval: bool = True
-    attach: Literal["root", "tail", "ends"] = "root"
+    attach: Literal["root", "tail", "ends"] | None = None
+    block_size: int | None = None
+    candidates: int | None = None
+    scoring: Literal["marginal", "greedy-path", "path"] | None = None
+    normaliser: Literal["slice", "full"] = "slice"
 
     def __post_init__(self):
         if self.budget is not None and not 1 <= self.budget <= 255:
@@ -68,6 +80,14 @@ class Options:
         for value in self.thresholds or ():
             if not -1 <= value <= 64:
                 raise ValueError(f"thresholds={self.thresholds} must be probabilities (-1 never closes a gate)")
+        if self.block_size is not None and self.block_size < 2:
+            raise ValueError(f"block_size={self.block_size} must be at least 2 slots")
+        if self.candidates is not None and self.candidates < 0:
+            raise ValueError(f"candidates={self.candidates} must be at least 0 (0 takes the whole vocabulary)")
+        if self.scoring not in (None, "marginal", "greedy-path", "path"):
+            raise ValueError(f"scoring={self.scoring!r} must be 'marginal', 'greedy-path' or 'path'")
+        if self.normaliser not in ("slice", "full"):
+            raise ValueError(f"normaliser={self.normaliser!r} must be 'slice' or 'full'")
 
 
 OPTION_NAMES = frozenset(field.name for field in dataclasses.fields(Options))
@@ -108,7 +128,7 @@ class Method:
         needs: what it needs beside the target.
         paper: where it comes from.
         build: makes the drafter.
-        head: the kind of draft head that it needs, if any.
+        heads: kinds of draft head (see `io.block_drafter.KINDS`), of which it needs one; () needs none.
         row_buckets: tree rows worth compiling apart (see `DecodeSpec.row_buckets`).
     """
 
@@ -116,7 +136,7 @@ class Method:
     needs: str
     paper: str
     build: Callable[[Context, Options], Built]
-    head: Literal["eagle3"] | None = None
+    heads: tuple[str, ...] = ()
     row_buckets: tuple[int, ...] = (4, 8, 16, 32)
 
 
@@ -157,7 +177,7 @@ def _graft(context: Context, options: Options) -> Built:
         base = _gated(context, options, beam, Gates())
         keep = kept[-1] if kept else K
         stages = (Stage(keep, full.prefix(K - keep)),)
-    drafter = Graft(base.drafter, _table(context, options), stages, full, K, options.attach)
+    drafter = Graft(base.drafter, _table(context, options), stages, full, K, options.attach or "root")
     return Built(drafter, base.thresholds)
 
 
@@ -183,13 +203,97 @@ def _gated(context: Context, options: Options, beam: Beam, found: Gates, keep: t
     return Built(drafter, thresholds[: len(found.depths)])
 
 
+def _dflash(context: Context, options: Options) -> Built:
+    return Built(_block(context, options, Chain(_chain_budget(context, options))))
+
+
+def _domino(context: Context, options: Options) -> Built:
+    policy = Corrected(_chain_budget(context, options), "chain", options.candidates or 0, normaliser=options.normaliser)
+    return Built(_block(context, options, policy))
+
+
+def _ddtree(context: Context, options: Options) -> Built:
+    if options.scoring not in (None, "marginal"):
+        raise ValueError(f"scoring={options.scoring!r}: method 'ddtree' is scoring 'marginal'; use 'dominotree'")
+    return Built(_block(context, options, Marginal(_block_budget(context, options))))
+
+
+def _dominotree(context: Context, options: Options) -> Built:
+    return Built(_block(context, options, _domino_policy(context, options)))
+
+
+def _graft_dflash(context: Context, options: Options) -> Built:
+    """The confident part of the block, and a retrieved chain behind it."""
+    K = _block_budget(context, options)
+    likely = min(K, _block_config(context, options).num_drafted)
+    return _grafted(context, options, Chain(likely), K, templates.chain(K), "tail", 0.3)
+
+
+def _graft_dominotree(context: Context, options: Options) -> Built:
+    """Likely nodes of the tree, and retrieved ones at the root instead of the others."""
+    policy = _domino_policy(context, options)
+    name = options.template or ("narrow" if context.small else "graft")
+    full = templates.NAMED[name].prefix(policy.budget)
+    return _grafted(context, options, policy, policy.budget, full, "root", 0.1)
+
+
+def _grafted(
+    context: Context, options: Options, policy: Policy, K: int, full: Template, attach: Literal["root", "tail"],
+    threshold: float,
+) -> Built:  # fmt: skip
+    """A block drafter whose unlikely nodes make room for retrieved ones."""
+    thresholds = (threshold,) if options.thresholds is None else options.thresholds
+    if len(thresholds) != 1:
+        raise ValueError(f"thresholds={thresholds} must be one value: the probability that a kept path needs")
+    if not options.retrieval:
+        return Built(_block(context, options, policy, "drop"), thresholds)
+    stages = tuple(Stage(keep, full.prefix(K - keep)) for keep in range(policy.budget + 1))
+    base = _block(context, options, policy, "mark")
+    return Built(Graft(base, _table(context, options), stages, full, K, options.attach or attach), thresholds)
+
+
+def _domino_policy(context: Context, options: Options) -> Marginal | Corrected:
+    budget, tree = _block_budget(context, options), options.scoring or "path"
+    if tree == "marginal":
+        return Marginal(budget)
+    candidates = CANDIDATES if options.candidates is None else options.candidates
+    return Corrected(budget, tree, candidates, normaliser=options.normaliser)
+
+
+def _block(
+    context: Context, options: Options, policy: Policy, unlikely: Literal["keep", "mark", "drop"] = "keep"
+) -> DFlash:
+    config = _block_config(context, options)
+    return DFlash(config, context.model, policy, unlikely, context.attention_block, context.cache_dtype)
+
+
+def _block_config(context: Context, options: Options) -> DFlashConfig:
+    config, size = context.drafter, options.block_size
+    if size is None:
+        return config
+    if size > config.block_size:
+        raise ValueError(f"block_size={size} is above the drafter's {config.block_size} slots")
+    return dataclasses.replace(config, block_size=size)
+
+
+def _block_budget(context: Context, options: Options) -> int:
+    return options.budget or (SMALL_BUDGET if context.small else BLOCK_BUDGET)
+
+
+def _chain_budget(context: Context, options: Options) -> int:
+    drafted = _block_config(context, options).num_drafted
+    if options.budget is not None and options.budget > drafted:
+        raise ValueError(f"budget={options.budget}: the drafter's block says {drafted} tokens")
+    return min(_block_budget(context, options), drafted)
+
+
 def _table(context: Context, options: Options) -> SuccessorTable:
     return SuccessorTable(context.model.vocab_size, order=options.table_order)
 
 
 METHODS: dict[str, Method] = {
     "ar": Method(
-        "plain decoding, one token a pass", "nothing", "baseline", lambda context, options: Built(Empty()), None, ()
+        "plain decoding, one token a pass", "nothing", "baseline", lambda context, options: Built(Empty()), (), ()
     ),
     "lookup": Method(
         "what followed the same words earlier in the text",
@@ -208,14 +312,56 @@ METHODS: dict[str, Method] = {
         "an EAGLE-3 head",
         "EAGLE-3, arXiv 2503.01840; gates of ECHO and DDD",
         _eagle3,
-        head="eagle3",
+        heads=("eagle3",),
     ),
     "graft": Method(
         "EAGLE-3 pruned by confidence, freed slots filled with retrieved tokens",
         "an EAGLE-3 head",
         "Graft, arXiv 2605.20104",
         _graft,
-        head="eagle3",
+        heads=("eagle3",),
+    ),
+    "dflash": Method(
+        "a whole block in one pass of a small head on the target's features",
+        "a DFlash or Domino drafter",
+        "DFlash (z-lab)",
+        _dflash,
+        heads=("dflash", "domino"),
+    ),
+    "domino": Method(
+        "DFlash's block, each token corrected by those before it",
+        "a Domino drafter",
+        "Domino (Huang et al.)",
+        _domino,
+        heads=("domino",),
+    ),
+    "ddtree": Method(
+        "the most probable paths of DFlash's block as a tree",
+        "a DFlash or Domino drafter",
+        "DDTree, arXiv 2604.12989",
+        _ddtree,
+        heads=("dflash", "domino"),
+    ),
+    "dominotree": Method(
+        "the most probable paths of Domino's block as a tree",
+        "a Domino drafter",
+        "DominoTree",
+        _dominotree,
+        heads=("domino",),
+    ),
+    "graft-dflash": Method(
+        "the confident part of DFlash's block, then a retrieved chain",
+        "a DFlash or Domino drafter",
+        "Graft over DFlash",
+        _graft_dflash,
+        heads=("dflash", "domino"),
+    ),
+    "graft-dominotree": Method(
+        "DominoTree's likely nodes, and retrieved ones at the root",
+        "a Domino drafter",
+        "Graft over DominoTree",
+        _graft_dominotree,
+        heads=("domino",),
     ),
 }
 

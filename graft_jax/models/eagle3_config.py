@@ -63,6 +63,10 @@ class Eagle3Config:
         if not self.taps:
             raise ValueError("an EAGLE-3 head needs at least one target feature")
 
+    @property
+    def kind(self) -> Literal["eagle3"]:
+        return "eagle3"
+
     @classmethod
     def for_target(cls, target: ModelConfig, **sizes: Any) -> "Eagle3Config":
         """A new head for a target: its widths and heads unless `sizes` say otherwise."""

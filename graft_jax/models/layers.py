@@ -64,6 +64,7 @@ def attend(
     values: Float[Array, "B U K E"],
     mask: Bool[Array, "B T U"],
     block: int = 0,
+    first: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T H*E"]:
     """Grouped-query attention over the committed cache and the block of new rows.
 
@@ -75,6 +76,7 @@ def attend(
         block: read the cache in blocks of so many entries, and only as many blocks as the longest row
             fills; S must be a multiple. 0 reads all S at once. Blocks pay where arithmetic is dear (a
             CPU); on other devices a loop costs more than the empty part of the cache.
+        first: the first cache entry that each query row sees, for sliding windows; None sees all.
     """
     B, T, H, E = query.shape
     K, S = keys.shape[2], cache_keys.shape[-1]
@@ -95,8 +97,11 @@ def attend(
         peak, total, out = running
         old_keys = jax.lax.dynamic_slice_in_dim(cache_keys, start, width, axis=3)
         old_values = jax.lax.dynamic_slice_in_dim(cache_values, start, width, axis=2)
-        seen = jnp.where(start + jnp.arange(width)[None, :] < cached[:, None], 0.0, -jnp.inf)
-        old = _product("bkqe,bkes->bkqs", q, old_keys) + seen[:, None, None, :]
+        entry = (start + jnp.arange(width))[None, None, :]
+        seen = entry < cached[:, None, None]
+        if first is not None:
+            seen &= entry >= jnp.tile(first, (1, G))[:, :, None]
+        old = _product("bkqe,bkes->bkqs", q, old_keys) + jnp.where(seen, 0.0, -jnp.inf)[:, None]
         new_peak = jnp.maximum(peak, old.max(axis=-1, keepdims=True))
         more, added = _weigh(old, new_peak, old_values)
         shrink = jnp.exp(peak - new_peak)

@@ -104,6 +104,11 @@ def from_depth_counts(counts: Sequence[int]) -> Template:
     return Template(tuple(paths))
 
 
+def chain(length: int) -> Template:
+    """The most likely successor, and again, `length` times."""
+    return Template(tuple((0,) * depth for depth in range(1, length + 1)))
+
+
 def from_children(children: Iterable[tuple[tuple[int, ...], int]]) -> Template:
     """Builds a template from (path, number of children) pairs, parents first, in that order."""
     return Template(tuple((*path, rank) for path, count in children for rank in range(count)))

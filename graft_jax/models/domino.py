@@ -1,0 +1,49 @@
+"""Domino's head as pure functions: a GRU over the chosen tokens corrects the block's logits at low rank.
+
+With z the backbone's output of a slot and s the state after the tokens before it:
+
+    logits = base + W2 silu(W1 [z, s])
+
+Symbols of the reference: W_ih `gru_input`, W_hh `gru_state`, W1 `hidden_down` and `state_down`, W2 `up`.
+The GRU's input product is made of the rows of the embedding that are needed: a table of it for the whole
+vocabulary would save a third of the head's work on few lanes and cost more memory than the drafter itself.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from graft_jax.models.dflash import DominoParams
+from graft_jax.models.layers import linear, matmul
+from graft_jax.types import Array, Float, Int
+
+
+def advance(
+    params: DominoParams, embed: Float[Array, "V M"], state: Float[Array, "B W G"], tokens: Int[Array, "B W"]
+) -> Float[Array, "B W G"]:
+    """The states after one more token each (`torch.nn.GRU` without biases, gates r, z, n)."""
+    # Without the barrier XLA:CPU would convert the whole embedding to float32 instead of the rows taken.
+    inputs = linear(jax.lax.optimization_barrier(embed[tokens]), params.gru_input)
+    r_in, z_in, n_in = jnp.split(inputs, 3, axis=-1)
+    r_state, z_state, n_state = jnp.split(linear(state, params.gru_state), 3, axis=-1)
+    r, z = jax.nn.sigmoid(r_in + r_state), jax.nn.sigmoid(z_in + z_state)
+    n = jnp.tanh(n_in + r * n_state)
+    return (1.0 - z) * n + z * state
+
+
+def compress(
+    params: DominoParams, hidden_part: Float[Array, "B #W R"], state: Float[Array, "B W G"]
+) -> Float[Array, "B W R"]:
+    """silu(W1 [z, s]), given `linear(z, hidden_down)`, which all states of a slot share."""
+    return jax.nn.silu(hidden_part + linear(state, params.state_down))
+
+
+def correction(
+    params: DominoParams, compressed: Float[Array, "B W R"], rows: Float[Array, "B C R"] | None = None
+) -> Float[Array, "B W C"]:
+    """What is added to the base logits, float32, of the candidates whose rows of `up` are given, or of all."""
+    if rows is None:
+        return matmul(compressed, params.up, 1)
+    return jnp.einsum(
+        "bwr,bcr->bwc", compressed.astype(rows.dtype), rows,
+        precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32,
+    )  # fmt: skip
