@@ -18,6 +18,7 @@ from graft_jax.retrieval.adjacency import EMPTY, Level, SuccessorTable
 from graft_jax.tree import hybrid
 from graft_jax.tree.templates import Template
 from graft_jax.types import Array, Int
+from pallas_kernels import topk_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,10 +162,9 @@ class Graft:
 
     def _top(self, logits):
         """The best successors of every row and their probabilities."""
-        # The barrier keeps XLA:CPU from turning a top-k with several readers into a full sort.
-        values, ids = jax.lax.optimization_barrier(jax.lax.top_k(logits, self.table.width))
+        values, ids = topk_rows(logits, self.table.width, implementation=self.table.kernels)
         total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-        return ids.astype(jnp.int32), jnp.exp(values - total)
+        return ids, jnp.exp(values - total)
 
     def _points(self, tree, keep: Int[Array, "B"]):
         """Where the template hangs: [B, A] node indices and which of them count."""

@@ -45,7 +45,7 @@ def topm_score(
         ValueError: shapes do not fit, or the name is unknown.
         NotImplementedError: the named implementation does not take these arrays.
     """
-    (B, W, R), C = state.shape, rows.shape[1]
+    (B, _, R), C = state.shape, rows.shape[1]
     wanted = {"hidden": (B, R), "rows": (B, C, R), "base": (B, C), "tokens": (B, C)}
     for name, array in (("hidden", hidden), ("rows", rows), ("base", base), ("tokens", tokens)):
         if array.shape != wanted[name]:

@@ -33,7 +33,7 @@ def unsupported(state, rows, base, children: int) -> str | None:
 
 def topm_score(hidden, state, rows, base, tokens, rest, *, children: int, interpret: bool, config: Config = Config()):
     """See `api.topm_score`."""
-    (B, W, R), C = state.shape, rows.shape[1]
+    B, W, _ = state.shape
     width, lanes = pl.next_power_of_2(children), config.lanes
     tiles = pl.cdiv(W, lanes)
     shape = (B, tiles * lanes, width)
