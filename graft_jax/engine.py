@@ -238,6 +238,7 @@ class SpeculativeDecoder:
             "budget": spec.drafter.capacity,
             "row_buckets": list(spec.buckets),
             "thresholds": [round(float(value), 6) for value in self.params.thresholds],
+            "kernels": dict(self.programs.kernels),
             "settings": _plain(spec.drafter),
         }
 

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 
@@ -48,7 +49,7 @@ def retrieval_lookup(
                              f"and tags, or no tags in the last")  # fmt: skip
     if ranks and max(ranks) >= width:
         raise ValueError(f"rank {max(ranks)} must be below the {width} successors of a row")
-    static = {"parents": tuple(parents), "ranks": tuple(ranks)}
+    static: Any = {"parents": tuple(parents), "ranks": tuple(ranks)}
     xla = functools.partial(reference.retrieval_lookup, **static)
     if not ranks or not context.shape[0]:
         return xla(levels, context)
@@ -56,7 +57,7 @@ def retrieval_lookup(
         "retrieval_lookup", implementation, xla,
         {
             name: dispatch.Version(
-                functools.partial(module.retrieval_lookup, **static), module.unsupported(levels, context)
+                functools.partial(module.retrieval_lookup, **static), module.unsupported(levels, context, **static)
             )
             for name, module in ((dispatch.TRITON, pallas_triton), (dispatch.TPU, pallas_tpu))
         },

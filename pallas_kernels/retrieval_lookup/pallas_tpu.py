@@ -11,14 +11,23 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.retrieval_lookup import pallas_triton
 from pallas_kernels.retrieval_lookup.hashing import row_and_tag
-from pallas_kernels.retrieval_lookup.pallas_triton import unsupported
 from pallas_kernels.retrieval_lookup.reference import ABSENT
 from pallas_kernels.retrieval_lookup.template import plan
 
-__all__ = ["retrieval_lookup", "unsupported"]
-
 TAGS = 1024  # tags come in blocks of this alignment
+FETCHES = 128  # rows and blocks of tags, 4 KB each, that are fetched at once into scalar memory (1 MB)
+
+
+def unsupported(levels, context, *, parents, ranks) -> str | None:
+    """Why the kernel does not take this call, if it does not."""
+    widest = int(np.bincount(plan(parents, ranks).depth).max())
+    if widest * len(levels) > FETCHES:
+        return (
+            f"takes template levels of at most {FETCHES // len(levels)} nodes with {len(levels)} levels, got {widest}"
+        )
+    return pallas_triton.unsupported(levels, context, parents=parents, ranks=ranks)
 
 
 def retrieval_lookup(levels, context, *, parents, ranks, interpret: bool):
@@ -26,8 +35,8 @@ def retrieval_lookup(levels, context, *, parents, ranks, interpret: bool):
     (A, O), n, orders = context.shape, len(parents), len(levels)
     facts = plan(parents, ranks)
     by_level = np.argsort(facts.depth, kind="stable").astype(np.int32)
-    counts = np.bincount(facts.depth)
-    widest = int(counts.max())
+    starts = np.concatenate([[0], np.cumsum(np.bincount(facts.depth))]).astype(np.int32)
+    widest = int(np.diff(starts).max())
     arrays = []
     for successors, tags in levels:
         arrays.append(successors[:, None, :])
@@ -35,10 +44,10 @@ def retrieval_lookup(levels, context, *, parents, ranks, interpret: bool):
             arrays.append(jax.lax.bitcast_convert_type(jnp.pad(tags, (0, -tags.shape[0] % TAGS)), jnp.int32))
     any_space = pl.BlockSpec(memory_space=pl.ANY)
     tokens = pl.pallas_call(
-        functools.partial(_kernel, orders=orders, length=O, counts=tuple(map(int, counts))),
+        functools.partial(_kernel, orders=orders, length=O),
         out_shape=jax.ShapeDtypeStruct((A, n), jnp.int32),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=4,
+            num_scalar_prefetch=5,
             grid=(A,),
             in_specs=[any_space] * len(arrays),
             out_specs=pl.BlockSpec(memory_space=pltpu.SMEM),
@@ -51,11 +60,12 @@ def retrieval_lookup(levels, context, *, parents, ranks, interpret: bool):
         ),
         interpret=interpret,
         name="retrieval_lookup",
-    )(context, jnp.asarray(by_level), jnp.asarray(parents, jnp.int32), jnp.asarray(ranks, jnp.int32), *arrays)
+    )(context, *(jnp.asarray(x, jnp.int32) for x in (starts, by_level, parents, ranks)), *arrays)
     return jnp.maximum(tokens, 0), tokens != ABSENT
 
 
-def _kernel(context_ref, order_ref, parents_ref, ranks_ref, *refs, orders: int, length: int, counts: tuple[int, ...]):
+def _kernel(context_ref, starts_ref, order_ref, parents_ref, ranks_ref, *refs, orders: int, length: int):
+    # context [A, O]; starts [D + 1], of the levels in order [n], nodes by depth; parents, ranks [n]
     tables, (tokens_ref, rows_ref, tags_ref, contexts_ref, semaphores) = refs[:-5], refs[-5:]
     a = pl.program_id(0)
     num_tokens = tables[-1].shape[0]
@@ -84,10 +94,10 @@ def _kernel(context_ref, order_ref, parents_ref, ranks_ref, *refs, orders: int, 
                 tables[level + 1].at[pl.ds(block, TAGS)], tags_ref.at[order - 2, lane], semaphores.at[1]
             )
 
-    first = 0
-    for count in counts:
+    def level(d, carry):
+        first = starts_ref[d]
 
-        def fetch(lane, carry, first=first):
+        def fetch(lane, carry):
             for order in range(1, orders + 1):
                 row, _, _ = locate(order_ref[first + lane], order)
                 for transfer in transfers(order, lane, row):
@@ -100,7 +110,7 @@ def _kernel(context_ref, order_ref, parents_ref, ranks_ref, *refs, orders: int, 
                     transfer.wait()
             return carry
 
-        def choose(lane, carry, first=first):
+        def choose(lane, carry):
             node = order_ref[first + lane]
             found = jnp.int32(ABSENT)
             for order in range(1, orders + 1):
@@ -118,5 +128,7 @@ def _kernel(context_ref, order_ref, parents_ref, ranks_ref, *refs, orders: int, 
             return carry
 
         for step in (fetch, wait, choose):
-            jax.lax.fori_loop(0, count, step, 0)
-        first += count
+            jax.lax.fori_loop(0, starts_ref[d + 1] - first, step, 0)
+        return carry
+
+    jax.lax.fori_loop(0, starts_ref.shape[0] - 1, level, 0)

@@ -26,7 +26,7 @@ class Config:
     num_warps: int = 1
 
 
-def unsupported(levels, context) -> str | None:
+def unsupported(levels, context, *, parents, ranks) -> str | None:
     """Why the kernel does not take this call, if it does not."""
     for successors, tags in levels:
         if successors.dtype != jnp.int32 or (tags is not None and tags.dtype != jnp.uint32):
