@@ -281,7 +281,7 @@ def _build(method, options, config, params, tokenizer, max_length, name, head) -
     built = chosen.build(context, options)
     return SpeculativeDecoder(
         config, params, tokenizer, built.drafter, max_length=max_length, method=method,
-        row_buckets=chosen.row_buckets, name=name, head=head, thresholds=built.thresholds,
+        row_buckets=chosen.buckets(context), name=name, head=head, thresholds=built.thresholds,
     )  # fmt: skip
 
 

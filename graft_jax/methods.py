@@ -124,6 +124,10 @@ class Method:
     head: Literal["eagle3"] | None = None
     row_buckets: tuple[int, ...] = (4, 8, 16, 32)
 
+    def buckets(self, context: Context) -> tuple[int, ...]:
+        """Row buckets where rows are dear. An accelerator reads the weights for one row as for a hundred."""
+        return self.row_buckets if context.small else ()
+
 
 def _recycling(context: Context, options: Options) -> Built:
     name = options.template or "narrow"

@@ -101,8 +101,7 @@ class Programs:
 
         with dispatch.recording() as record:
             lowered = jax.jit(bound, donate_argnums=program.donate).lower(*program.args)
-        platform = dispatch.platform_name()
-        self.kernels |= {kernel: chosen.get(platform, chosen["default"]) for kernel, chosen in record.items()}
+        self.kernels |= dispatch.chosen_for(dispatch.platform_name(), record)
         return lowered
 
     def _call(self, program: Program) -> Any:

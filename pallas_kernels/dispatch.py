@@ -47,6 +47,11 @@ def recording() -> Iterator[dict[str, dict[str, str]]]:
         _record.reset(token)
 
 
+def chosen_for(platform: str, record: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
+    """Kernel -> implementation on one platform, of what `recording` collected."""
+    return {kernel: chosen.get(platform, chosen["default"]) for kernel, chosen in record.items()}
+
+
 def platform_name() -> str:
     """The platform that programs are compiled for by default, as `PLATFORMS` names it."""
     backend = jax.default_backend()

@@ -1,11 +1,12 @@
 """Lowering and compiling for an H100 or H200 or a TPU on a machine that has neither.
 
-`lower` needs jax alone. `compile_for` needs the platform's compiler: libtpu, or the CUDA plugin with ptxas and
+`lower` needs jax alone. To compile needs the platform's compiler: libtpu, or the CUDA plugin with ptxas and
 libdevice (`make test-portability` installs both in a folder of its own); say where through `use_compilers` before
 JAX is first used.
 """
 
 import contextlib
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -50,12 +51,7 @@ def _described(target: str) -> Iterator[None]:
         yield
 
 
-def lower(function: Callable, *args: Any, target: str, **options: Any) -> Any:
-    """`jax.jit(function, **options)` lowered for a target; args are arrays or `jax.ShapeDtypeStruct`s."""
-    with _described(target):
-        return jax.jit(function, **options).trace(*args).lower(lowering_platforms=(platform(target),))
-
-
+@functools.cache
 def device(target: str) -> Any:
     """A device to compile for, described by the platform's compiler."""
     if target == GPU:
@@ -68,8 +64,15 @@ def device(target: str) -> Any:
     return topology.devices[0]
 
 
-def compile_for(function: Callable, *args: Any, target: str, **options: Any) -> tuple[Any, Any]:
-    """The function lowered and compiled for one device of the target."""
-    place = NamedSharding(Mesh(np.array([device(target)]), ("x",)), PartitionSpec())
-    lowered = lower(function, *args, target=target, in_shardings=place, out_shardings=place, **options)
-    return lowered, lowered.compile()
+def lower(function: Callable, *args: Any, target: str, compiles: bool = False, **options: Any) -> Any:
+    """`jax.jit(function, **options)` lowered for a target.
+
+    Args:
+        args: arrays or `jax.ShapeDtypeStruct`s.
+        compiles: whether `.compile()` will be called on the result: it needs the platform's compiler, here already.
+    """
+    if compiles:
+        place = NamedSharding(Mesh(np.array([device(target)]), ("x",)), PartitionSpec())
+        options = {"in_shardings": place, "out_shardings": place, **options}
+    with _described(target):
+        return jax.jit(function, **options).trace(*args).lower(lowering_platforms=(platform(target),))
