@@ -172,7 +172,8 @@ def measure(configs: Path, case: Case, function: str, *, compiles: bool = True) 
     with dispatch.recording() as chosen:
         lowered = aot.lower(run, *args, target=case.target, compiles=compiles, donate_argnums=donated)
     record = {
-        **dataclasses.asdict(case), "function": function, "jax": jax.__version__, "rows": spec.drafter.capacity + 1, "max_length": MAX_LENGTH,
+        **dataclasses.asdict(case), "function": function, "jax": jax.__version__, "rows": spec.drafter.capacity + 1,
+        "max_length": MAX_LENGTH,
         "lower_seconds": time.perf_counter() - start,
         **inspect(lowered.as_text(), case.target, chosen),
     }  # fmt: skip
