@@ -54,8 +54,8 @@ def add_template(parser: argparse.ArgumentParser) -> None:
 def decoder(args: argparse.Namespace) -> dict[str, Any]:
     """Arguments of `from_pretrained`. Settings of the method that were not given leave room for a calibration's."""
     options = {name: getattr(args, name) for name in (
-        "budget", "table_order", "kernels", "template", "draft_depth", "draft_top_k", "gates", "gate_measure", "thresholds",
-        "prune", "retrieval", "attach",
+        "budget", "table_order", "kernels", "template", "draft_depth", "draft_top_k", "gates", "gate_measure",
+        "thresholds", "prune", "retrieval", "attach",
     )}  # fmt: skip
     loading = {name: getattr(args, name) for name in (
         "model", "method", "dtype", "max_length", "strict_config", "drafter", "draft_rope", "calibration",
