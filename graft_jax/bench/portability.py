@@ -174,6 +174,7 @@ def measure(configs: Path, case: Case, function: str, *, compiles: bool = True) 
     record = {
         **dataclasses.asdict(case), "function": function, "jax": jax.__version__, "rows": spec.drafter.capacity + 1,
         "max_length": MAX_LENGTH,
+        "cache_bytes": sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(args[1].cache)),
         "lower_seconds": time.perf_counter() - start,
         **inspect(lowered.as_text(), case.target, chosen),
     }  # fmt: skip

@@ -3,8 +3,10 @@
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 
 def interleaved(functions: Mapping[str, Callable[[], object]], repeats: int = 9) -> dict[str, float]:
@@ -21,3 +23,26 @@ def interleaved(functions: Mapping[str, Callable[[], object]], repeats: int = 9)
             jax.block_until_ready(function())
             seconds[name].append(time.perf_counter() - start)
     return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def looped(function: Callable[..., Any], count: int) -> Callable[..., Any]:
+    """A program that calls `function(first, *rest)` `count` times on the device, each after the one before.
+
+    So the host's share of a call, which is longer than many a kernel, is paid once. Its time over `count` is that of a
+    call.
+    """
+
+    def run(first, *rest):
+        def step(_, carry):
+            # The barrier ties the arguments to the last results: no call can be hoisted, dropped or merged.
+            first, seen = jax.lax.optimization_barrier(carry)
+            results = jax.lax.optimization_barrier(function(first, *rest))
+            return first, seen + sum(_one_number(leaf) for leaf in jax.tree.leaves(results))
+
+        return jax.lax.fori_loop(0, count, step, (first, jnp.float32(0)))[1]
+
+    return jax.jit(run)
+
+
+def _one_number(leaf: jax.Array) -> jax.Array:
+    return leaf.reshape(-1)[0].astype(jnp.float32)

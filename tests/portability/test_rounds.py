@@ -46,7 +46,7 @@ def test_round_compiles(case, function, record):
     assert all(name == f"pallas-{'triton' if platform == 'cuda' else 'tpu'}" for name in found["kernels"].values())
     assert found["kernels_found"] == sorted(found["kernels"]) and KERNELS.get(case.method, set()) <= {*found["kernels"]}
     # Weights alone are gigabytes, and the cache is written in place.
-    assert found["argument_bytes"] > 7e9 and found["alias_bytes"] > 3e8
+    assert found["argument_bytes"] > 7e9 and found["alias_bytes"] > found["cache_bytes"] > 2.5e8
 
 
 @pytest.mark.parametrize("case", portability.verify_cases(CONFIGS), ids=str)
