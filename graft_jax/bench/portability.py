@@ -54,8 +54,8 @@ def cases(configs: Path) -> list[Case]:
         Case(name, model, target)
         for model in MODELS
         for target in (aot.GPU, TPU_OF[model])
-        for name, method in methods.METHODS.items()
-        if not method.head or _published(configs, method.head, model)
+        for name in methods.METHODS
+        if available(configs, name, model)
     ]
 
 
@@ -73,31 +73,60 @@ def _published(configs: Path, kind: str, model: str) -> Path | None:
     return path if path.exists() else None
 
 
+def available(configs: Path, method: str, model: str) -> bool:
+    """Whether the drafter that the method needs is published for the model."""
+    head = methods.get(method).head
+    return not head or _published(configs, head, model) is not None
+
+
 def read_model(configs: Path, name: str) -> ModelConfig:
     path = configs / "models" / f"{name}.json"
     return ModelConfig.from_hf(json.loads(path.read_text()), where=str(path))
 
 
-def read_drafter(configs: Path, kind: str, name: str, model: ModelConfig) -> tuple[Any, Any]:
-    """Configuration and abstract weights of the published drafter of that kind."""
+def shrunk(config: ModelConfig) -> ModelConfig:
+    """A model of the same kind, small enough for any machine."""
+    return dataclasses.replace(
+        config, vocab_size=640, num_tokens=0, hidden_size=64, intermediate_size=128, num_layers=6, num_heads=4,
+        num_kv_heads=2, head_dim=16, eos_token_ids=(),
+    )  # fmt: skip
+
+
+def read_drafter(configs: Path, kind: str, name: str, model: ModelConfig, small: bool) -> tuple[Any, Any]:
+    """Configuration and abstract weights of the published drafter of that kind, or of a small one."""
     path = configs / "drafters" / f"{kind}-{name}.json"
     raw = json.loads(path.read_text())
-    # The head's width is read off a tensor of the checkpoint, which is not here.
-    width = raw["num_attention_heads"] * raw.get("head_dim", raw["hidden_size"] // raw["num_attention_heads"])
-    shapes = {"midlayer.self_attn.q_proj.weight": (width, 2 * raw["hidden_size"])}
-    config = Eagle3Config.from_hf(raw, model, shapes=shapes, where=str(path))
+    if small:
+        config = Eagle3Config.for_target(model, draft_vocab_size=320)
+    else:
+        # The head's width is read off a tensor of the checkpoint, which is not here.
+        width = raw["num_attention_heads"] * raw.get("head_dim", raw["hidden_size"] // raw["num_attention_heads"])
+        shapes = {"midlayer.self_attn.q_proj.weight": (width, 2 * raw["hidden_size"])}
+        config = Eagle3Config.from_hf(raw, model, shapes=shapes, where=str(path))
     return config, eagle3.abstract_params(config, DTYPE)
 
 
-def build(configs: Path, method: str, model: str, **options: Any) -> tuple[DecodeSpec, Params]:
-    """What the engine would run on an accelerator: the spec, and parameters as shapes."""
+def build(
+    configs: Path, method: str, model: str, *, small: bool = False, **options: Any
+) -> tuple[DecodeSpec, Params, tuple[float, ...]]:
+    """What the engine would run on an accelerator.
+
+    Args:
+        small: the same composition over a small model.
+        options: of `methods.Options`.
+
+    Returns:
+        The spec, parameters as shapes, and the thresholds of the gates.
+    """
     config, chosen = read_model(configs, model), methods.get(method)
-    head = read_drafter(configs, chosen.head, model, config) if chosen.head else (None, None)
-    context = methods.Context(config, head[0], small=False, attention_block=0, cache_dtype=DTYPE)
+    config = shrunk(config) if small else config
+    head = read_drafter(configs, chosen.head, model, config, small) if chosen.head else (None, None)
+    context = methods.Context(config, head[0], small=small, attention_block=0, cache_dtype=DTYPE)
     built = chosen.build(context, methods.Options(**options))
-    spec = DecodeSpec(config, built.drafter, MAX_LENGTH, chosen.buckets(context), 0, DTYPE)
+    length = 256 if small else MAX_LENGTH
+    spec = DecodeSpec(config, built.drafter, length, (), 0, DTYPE)
     thresholds = jax.ShapeDtypeStruct((len(built.thresholds),), jnp.float32)
-    return spec, Params(transformer.abstract_params(config, DTYPE), head[1], thresholds)
+    return spec, Params(transformer.abstract_params(config, DTYPE), head[1], thresholds), built.thresholds
 
 
 def abstract_state(spec: DecodeSpec, params: Params, batch: int = 1) -> decode.DecodeState:
@@ -166,7 +195,7 @@ def measure(configs: Path, case: Case, function: str, *, compiles: bool = True) 
     Returns:
         A record for JSON. Bytes and operations are None where the compiler does not say.
     """
-    spec, params = build(configs, case.method, case.model)
+    spec, params, _ = build(configs, case.method, case.model)
     run, args, donated = programs(spec, params)[function]
     start = time.perf_counter()
     with dispatch.recording() as chosen:

@@ -37,12 +37,29 @@ def looped(function: Callable[..., Any], count: int) -> Callable[..., Any]:
             # The barrier ties the arguments to the last results: no call can be hoisted, dropped or merged.
             first, seen = jax.lax.optimization_barrier(carry)
             results = jax.lax.optimization_barrier(function(first, *rest))
-            return first, seen + sum(_one_number(leaf) for leaf in jax.tree.leaves(results))
+            return first, seen + sum(_numbers(results))
 
         return jax.lax.fori_loop(0, count, step, (first, jnp.float32(0)))[1]
 
     return jax.jit(run)
 
 
-def _one_number(leaf: jax.Array) -> jax.Array:
-    return leaf.reshape(-1)[0].astype(jnp.float32)
+def carried(function: Callable[..., Any], count: int) -> Callable[..., Any]:
+    """Like `looped`, for `function(carry, *rest)` that returns the next carry: what it writes, it writes in place."""
+
+    def run(carry, *rest):
+        def step(_, carry):
+            return function(jax.lax.optimization_barrier(carry), *rest)
+
+        # Of the result little leaves the device; what is carried in is copied once for all calls.
+        return _numbers(jax.lax.fori_loop(0, count, step, carry))
+
+    return jax.jit(run)
+
+
+def _numbers(tree: Any) -> list[jax.Array]:
+    """One entry of every array; keys and empty arrays have none."""
+    leaves = [
+        leaf for leaf in jax.tree.leaves(tree) if leaf.size and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
+    ]
+    return [leaf.reshape(-1)[0].astype(jnp.float32) for leaf in leaves]
