@@ -17,8 +17,10 @@ def add_method(parser: argparse.ArgumentParser, default: str) -> None:
     parser.add_argument("--budget", type=int, help="tree nodes to verify a round, beside the root")
     parser.add_argument("--table-order", type=int, default=3, help="longest retrieval context, in tokens")
     parser.add_argument("--template", help="retrieval template: narrow, graft or recycling; the method's if none")
+    parser.add_argument("--kernels", metavar="NAME", help="implementation of the kernels, e.g. xla; the platform's"
+                        " own if none")  # fmt: skip
     parser.add_argument("--drafter", metavar="PATH", help="draft head: HF folder or hub id; see the methods'"
-                          " needs in `graft-jax info`")  # fmt: skip
+                        " needs in `graft-jax info`")  # fmt: skip
     parser.add_argument("--draft-rope", default="auto", metavar="BASE", help="the head's rotary base: auto, config"
                           " or a number (many heads were trained with 10000 whatever their config says)")  # fmt: skip
     parser.add_argument("--calibration", metavar="FILE.json", help="gates, thresholds and tree sizes")
@@ -60,8 +62,8 @@ def add_template(parser: argparse.ArgumentParser) -> None:
 def decoder(args: argparse.Namespace) -> dict[str, Any]:
     """Arguments of `from_pretrained`. Settings of the method that were not given leave room for a calibration's."""
     options = {name: getattr(args, name) for name in (
-        "budget", "table_order", "template", "draft_depth", "draft_top_k", "gates", "gate_measure", "thresholds",
-        "prune", "retrieval", "attach", "block_size", "candidates", "scoring", "normaliser",
+        "budget", "table_order", "kernels", "template", "draft_depth", "draft_top_k", "gates", "gate_measure",
+        "thresholds", "prune", "retrieval", "attach", "block_size", "candidates", "scoring", "normaliser",
     )}  # fmt: skip
     loading = {name: getattr(args, name) for name in (
         "model", "method", "dtype", "max_length", "strict_config", "drafter", "draft_rope", "calibration",

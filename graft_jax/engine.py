@@ -242,6 +242,7 @@ class SpeculativeDecoder:
             "budget": spec.drafter.capacity,
             "row_buckets": list(spec.buckets),
             "thresholds": [round(float(value), 6) for value in self.params.thresholds],
+            "kernels": dict(self.programs.kernels),
             "settings": _plain(spec.drafter),
         }
 
@@ -284,7 +285,7 @@ def _build(method, options, config, params, tokenizer, max_length, name, head) -
     built = chosen.build(context, options)
     return SpeculativeDecoder(
         config, params, tokenizer, built.drafter, max_length=max_length, method=method,
-        row_buckets=chosen.row_buckets, name=name, head=head, thresholds=built.thresholds,
+        row_buckets=chosen.buckets(context), name=name, head=head, thresholds=built.thresholds,
     )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from graft_jax.tree import gates, templates
 from graft_jax.tree.beam import Beam
 from graft_jax.tree.gates import Gates
 from graft_jax.tree.templates import Template
+from pallas_kernels import IMPLEMENTATIONS
 
 SMALL_BUDGET, LARGE_BUDGET, BLOCK_BUDGET = 7, 60, 16  # tree nodes that pay on a CPU; Graft's; DominoTree's
 CANDIDATES = 64  # M, as in DominoTree
@@ -31,6 +32,7 @@ class Options:
     Attributes:
         budget: K, tree nodes beside the root.
         table_order: longest context of the successor table, in tokens; 1 is the papers' table.
+        kernels: implementation of the kernels, one of `pallas_kernels.IMPLEMENTATIONS`; None: the platform's own.
         template: "narrow", "graft" (Graft's nested stage templates) or "recycling" (Token Recycling's tree).
         prompt_lookup_max, prompt_lookup_min: lengths of the n-grams that `lookup` tries.
         draft_depth, draft_top_k: expansions and beam of EAGLE's tree (`tree.beam.Beam`).
@@ -48,6 +50,7 @@ class Options:
 
     budget: int | None = None
     table_order: int = 3
+    kernels: str | None = None
     template: str | None = None
     prompt_lookup_max: int = 3
     prompt_lookup_min: int = 1
@@ -69,6 +72,8 @@ class Options:
             raise ValueError(f"budget={self.budget} must be between 1 and 255 nodes")
         if self.template is not None and self.template not in templates.NAMED:
             raise ValueError(f"template={self.template!r} must be one of {sorted(templates.NAMED)}")
+        if self.kernels not in (None, *IMPLEMENTATIONS):
+            raise ValueError(f"kernels={self.kernels!r} must be one of {IMPLEMENTATIONS}, or None")
         if self.draft_depth is not None and not 0 <= self.draft_depth <= 32:
             raise ValueError(f"draft_depth={self.draft_depth} must be between 0 and 32 expansions")
         if self.draft_top_k is not None and not 1 <= self.draft_top_k <= 64:
@@ -139,6 +144,10 @@ class Method:
     heads: tuple[str, ...] = ()
     row_buckets: tuple[int, ...] = (4, 8, 16, 32)
 
+    def buckets(self, context: Context) -> tuple[int, ...]:
+        """Row buckets where rows are dear. An accelerator reads the weights for one row as for a hundred."""
+        return self.row_buckets if context.small else ()
+
 
 def _recycling(context: Context, options: Options) -> Built:
     name = options.template or "narrow"
@@ -199,7 +208,9 @@ def _gated(context: Context, options: Options, beam: Beam, found: Gates, keep: t
     thresholds = gates.default_thresholds(found.depths) if options.thresholds is None else options.thresholds
     if len(thresholds) != len(found.depths) and options.prune:
         raise ValueError(f"thresholds={thresholds} must name one value for each of the gates {found.depths}")
-    drafter = Eagle3(context.drafter, beam, found, keep, context.attention_block, context.cache_dtype)
+    drafter = Eagle3(
+        context.drafter, beam, found, keep, context.attention_block, context.cache_dtype, options.kernels
+    )  # fmt: skip
     return Built(drafter, thresholds[: len(found.depths)])
 
 
@@ -288,7 +299,7 @@ def _chain_budget(context: Context, options: Options) -> int:
 
 
 def _table(context: Context, options: Options) -> SuccessorTable:
-    return SuccessorTable(context.model.vocab_size, order=options.table_order)
+    return SuccessorTable(context.model.vocab_size, order=options.table_order, kernels=options.kernels)
 
 
 METHODS: dict[str, Method] = {

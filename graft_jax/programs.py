@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from graft_jax import decode
 from graft_jax.decode import DecodeSpec
+from pallas_kernels import dispatch
 
 CHUNKS = (256, 64, 16)  # prefill chunk sizes
 
@@ -47,6 +48,7 @@ class Programs:
         self.spec = spec
         self.compiled: dict[tuple, Any] = {}
         self.compile_seconds = 0.0
+        self.kernels: dict[str, str] = {}  # kernel -> the implementation that the programs so far hold
 
     def prepare(self, init_args: tuple, chunk_sizes: Iterable[int]) -> None:
         """Compiles what a generation needs, before its cache is allocated: so the two peaks of memory do not meet.
@@ -97,7 +99,10 @@ class Programs:
         def bound(*args):
             return program.function(self.spec, *args)
 
-        return jax.jit(bound, donate_argnums=program.donate).lower(*program.args)
+        with dispatch.recording() as record:
+            lowered = jax.jit(bound, donate_argnums=program.donate).lower(*program.args)
+        self.kernels |= dispatch.chosen_for(dispatch.platform_name(), record)
+        return lowered
 
     def _call(self, program: Program) -> Any:
         if program.key not in self.compiled:

@@ -100,6 +100,7 @@ def test_memory_lives_on_is_saved_loaded_and_reset(tmp_path):
     with pytest.raises(ValueError, match="table.npz"):
         other.load_memory(tmp_path / "table.npz")
     assert first.stats.policy["settings"]["table"]["order"] == 3
+    assert first.stats.policy["kernels"] == {"retrieval_lookup": "xla", "topk_rows": "xla"}
 
 
 def test_interrupt_ends_after_the_slice_and_keeps_the_text():

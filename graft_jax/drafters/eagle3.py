@@ -13,6 +13,7 @@ from graft_jax.tree import beam as beams
 from graft_jax.tree.beam import Beam, Lanes
 from graft_jax.tree.gates import Gates
 from graft_jax.types import Array, Float, Int
+from pallas_kernels import dispatch, topk_rows
 
 
 class Eagle3State(flax.struct.PyTreeNode):
@@ -44,6 +45,7 @@ class Eagle3:
         keep: nodes that stay when it ended at each gate; () keeps all that were drafted.
         attention_block: see `layers.attend`.
         cache_dtype: of the keys and values.
+        kernels: as in `SuccessorTable`.
     """
 
     config: Eagle3Config
@@ -52,6 +54,7 @@ class Eagle3:
     keep: tuple[int, ...] = ()
     attention_block: int = 0
     cache_dtype: str = "float32"
+    kernels: str | None = None
 
     def __post_init__(self):
         if self.beam.top_k > self.config.draft_vocab_size:
@@ -60,6 +63,7 @@ class Eagle3:
             raise ValueError(f"gate depths {self.gates.depths} lie below the tree's depth={self.beam.depth}")
         if self.keep and len(self.keep) != len(self.gates.depths):
             raise ValueError(f"keep={self.keep} must name one number a gate ({len(self.gates.depths)})")
+        dispatch.check(self.kernels)
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -157,10 +161,10 @@ class Eagle3:
     def _best(self, params, outputs: Float[Array, "B T M"]) -> tuple[Int[Array, "B T C"], Float[Array, "B T C"]]:
         """The top k successors after each output, as target ids, and their log-probabilities."""
         logits = eagle3.logits(self.config, params.drafter, outputs)
-        values, ids = jax.lax.optimization_barrier(jax.lax.top_k(logits, self.beam.top_k))
+        values, ids = topk_rows(logits, self.beam.top_k, implementation=self.kernels)
         log_probs = values - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
         table = params.drafter.draft_to_target
-        return ids.astype(jnp.int32) if table is None else table[ids], log_probs
+        return ids if table is None else table[ids], log_probs
 
 
 def _write(old: Array, new: Array, at: Int[Array, "B"], axis: int) -> Array:

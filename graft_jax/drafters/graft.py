@@ -12,12 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from graft_jax.drafters.base import Drafter
+from graft_jax.drafters.base import Draft, Drafter
 from graft_jax.retrieval import fill
 from graft_jax.retrieval.adjacency import EMPTY, Level, SuccessorTable
 from graft_jax.tree import hybrid
+from graft_jax.tree.structure import DraftTree
 from graft_jax.tree.templates import Template
 from graft_jax.types import Array, Int
+from graft_jax.verify import Verdict
+from pallas_kernels import topk_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +128,11 @@ class Graft:
 
     def draft(self, params, state, root, length, active):
         base, base_state = self.base.draft(params, state.base, root, length, active)
-        B = root.shape[0]
+        return self.build(state, base), state.replace(base=base_state)
+
+    def build(self, state: GraftState, base: Draft) -> Draft:
+        """The base's draft with its freed slots filled."""
+        B = base.tree.batch
         keep = jnp.array([stage.keep for stage in self.stages])[base.stage]
         points, point_valid = self._points(base.tree, keep)
         A = points.shape[1]
@@ -138,33 +145,35 @@ class Graft:
             tokens.reshape(B, A, -1), valid.reshape(B, A, -1),
             jnp.asarray(self._priorities(base.tree.capacity, A))[base.stage], self.budget,
         )  # fmt: skip
-        return base.replace(tree=tree), state.replace(base=base_state)
+        return base.replace(tree=tree)
 
     def observe(self, params, state, tree, verdict, taps, logits):
+        line = jnp.concatenate([tree.tokens[:, :1], verdict.tokens], axis=1)
+        count = jnp.where(verdict.active, verdict.num_accepted + 1, 0)
+        return GraftState(
+            base=self.base.observe(params, state.base, tree, verdict, taps, logits),
+            table=self.learn(state, tree, verdict, logits),
+            history=fill.advance(state.history, line, count),
+        )
+
+    def learn(self, state: GraftState, tree: DraftTree, verdict: Verdict, logits: Array) -> tuple[Level, ...]:
+        """The table with what the target said at every node."""
         contexts = fill.node_contexts(tree, state.history)
         successors, _ = self._top(logits)
         n = tree.tokens.size
         B, N = tree.tokens.shape
         # Node i was accepted if the path holds it (unused path entries are 0, the root, which is too).
         accepted = (verdict.path[:, :, None] == jnp.arange(N)[None, None, :]).any(axis=1)
-        table = self.table.update(
+        return self.table.update(
             state.table, contexts.reshape(n, -1), successors.reshape(n, -1),
             (tree.valid & verdict.active[:, None]).reshape(n), accepted.reshape(n),
         )  # fmt: skip
-        line = jnp.concatenate([tree.tokens[:, :1], verdict.tokens], axis=1)
-        count = jnp.where(verdict.active, verdict.num_accepted + 1, 0)
-        return GraftState(
-            base=self.base.observe(params, state.base, tree, verdict, taps, logits),
-            table=table,
-            history=fill.advance(state.history, line, count),
-        )
 
     def _top(self, logits):
         """The best successors of every row and their probabilities."""
-        # The barrier keeps XLA:CPU from turning a top-k with several readers into a full sort.
-        values, ids = jax.lax.optimization_barrier(jax.lax.top_k(logits, self.table.width))
+        values, ids = topk_rows(logits, self.table.width, implementation=self.table.kernels)
         total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-        return ids.astype(jnp.int32), jnp.exp(values - total)
+        return ids, jnp.exp(values - total)
 
     def _points(self, tree, keep: Int[Array, "B"]):
         """Where the template hangs: [B, A] node indices and which of them count."""

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from graft_jax.types import Array, Bool, Float, Int, UInt32
+from pallas_kernels import dispatch
+from pallas_kernels.retrieval_lookup import reference
 
 EMPTY = -1  # no successor known; also an absent token in a context
 
@@ -32,12 +34,15 @@ class SuccessorTable:
         order: longest context, in tokens. 1 is the paper's adjacency matrix.
         width: C, successors kept a row.
         log2_rows: each hashed level has 2**log2_rows rows.
+        kernels: how templates are filled and successors chosen: one of `pallas_kernels.IMPLEMENTATIONS`, or None
+            for the platform's own.
     """
 
     num_tokens: int
     order: int = 3
     width: int = 8
     log2_rows: int = 16
+    kernels: str | None = None
 
     def __post_init__(self):
         if not 1 <= self.order <= 8:
@@ -46,6 +51,7 @@ class SuccessorTable:
             raise ValueError(f"{self.width=} must be between 1 and {self.num_tokens=}")
         if not 1 <= self.log2_rows <= 28:
             raise ValueError(f"{self.log2_rows=} must be between 1 and 28")
+        dispatch.check(self.kernels)
 
     def init(self) -> tuple[Level, ...]:
         """An empty table."""
@@ -57,21 +63,17 @@ class SuccessorTable:
 
         return tuple(level(order) for order in range(self.order, 0, -1))
 
+    def pairs(self, levels: tuple[Level, ...]) -> tuple[tuple[Array, Array | None], ...]:
+        """The contents as `pallas_kernels.retrieval_lookup` takes them."""
+        return tuple((level.successors, level.tags) for level in levels)
+
     def lookup(self, levels: tuple[Level, ...], context: Int[Array, "*N O"]) -> Int[Array, "*N C"]:
         """Successors, best first, of the longest known suffix of each context; EMPTY where none is.
 
         Args:
             context: the last `order` tokens, oldest first; EMPTY where there are fewer.
         """
-        found = jnp.full((*context.shape[:-1], self.width), EMPTY, jnp.int32)
-        for order, level in zip(range(1, self.order + 1), reversed(levels)):  # the longest one wins
-            row, tag, known = self._locate(order, context)
-            successors = level.successors[row]
-            hit = known & (successors[..., 0] != EMPTY)
-            if level.tags is not None:
-                hit &= level.tags[row] == tag
-            found = jnp.where(hit[..., None], successors, found)
-        return found
+        return reference.lookup(self.pairs(levels), context)
 
     def update(
         self,
@@ -89,7 +91,7 @@ class SuccessorTable:
         rank = jnp.arange(n) + n * preferred.astype(jnp.int32)
 
         def put(order: int, level: Level) -> Level:
-            row, tag, known = self._locate(order, context)
+            row, tag, known = reference.locate(context, order, level.successors.shape[0])
             wanted = write & known
             rival = wanted[None, :] & (row[:, None] == row[None, :]) & (rank[None, :] > rank[:, None])
             return _scatter(level, row, tag, successors, wanted & ~rival.any(axis=1))
@@ -111,7 +113,7 @@ class SuccessorTable:
         """
 
         def put(order: int, level: Level) -> Level:
-            row, tag, known = self._locate(order, context)
+            row, tag, known = reference.locate(context, order, level.successors.shape[0])
             row = jnp.where(write & known, row, level.successors.shape[0])
             merged = _sum_by_row(row, successors, weights)
             # All entries of a row carry the same merged successors; one of them, the last, writes.
@@ -120,27 +122,6 @@ class SuccessorTable:
             return _scatter(level, row, tag, merged, write & known & ~later.any(axis=1))
 
         return tuple(put(order, level) for order, level in zip(range(self.order, 0, -1), levels))
-
-    def _locate(self, order: int, context: Int[Array, "*N O"]):
-        """Row, tag, and whether the context is long enough, of the last `order` tokens."""
-        tokens = context[..., context.shape[-1] - order :]
-        if order == 1:
-            token = tokens[..., 0]
-            known = (token >= 0) & (token < self.num_tokens)
-            return jnp.where(known, token, 0), None, known
-        mixed = jnp.full(tokens.shape[:-1], 0x9E3779B9, jnp.uint32)
-        for i in range(order):
-            mixed = _mix(mixed ^ tokens[..., i].astype(jnp.uint32))
-        # The row takes the low bits of the hash and the tag all bits of a second mix.
-        row = (mixed & jnp.uint32(2**self.log2_rows - 1)).astype(jnp.int32)
-        return row, _mix(mixed + jnp.uint32(0x85EBCA6B)), (tokens >= 0).all(axis=-1)
-
-
-def _mix(x: UInt32[Array, "*N"]) -> UInt32[Array, "*N"]:
-    """A bijective 32-bit mixer (the finalizer of MurmurHash3)."""
-    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
-    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
-    return x ^ (x >> 16)
 
 
 def _scatter(level: Level, row, tag, successors, write) -> Level:

@@ -1,19 +1,18 @@
 """Filling templates from a successor table, and the contexts that key it."""
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 
 from graft_jax.retrieval.adjacency import EMPTY, Level, SuccessorTable
 from graft_jax.tree.structure import DraftTree
 from graft_jax.tree.templates import Template
 from graft_jax.types import Array, Bool, Int
+from pallas_kernels import retrieval_lookup
 
 
 def fill_template(
     template: Template, table: SuccessorTable, levels: tuple[Level, ...], context: Int[Array, "A O"]
 ) -> tuple[Int[Array, "A n"], Bool[Array, "A n"]]:
-    """The template's tokens under each context, one dependent lookup a depth.
+    """The template's tokens under each context, one dependent lookup a depth (`pallas_kernels.retrieval_lookup`).
 
     Args:
         context: the tokens up to and including the node that the template hangs from, oldest first.
@@ -22,32 +21,9 @@ def fill_template(
         Tokens and validity of the template's n nodes; below an unknown context nothing is valid, and
         invalid tokens are 0.
     """
-    # Levels are padded to one width and scanned: one lookup to compile, whatever the template's depth.
-    if not len(template):
-        return jnp.zeros((context.shape[0], 0), jnp.int32), jnp.zeros((context.shape[0], 0), bool)
-    depth, width = len(template.levels), max(map(len, template.levels))
-    parent, rank = np.zeros((2, depth, width), np.int32)
-    place = np.zeros((len(template), 2), np.int32)  # level and lane of each node
-    lane_above = {0: 0}
-    for d, level in enumerate(template.levels):
-        for lane, i in enumerate(level):
-            parent[d, lane] = lane_above[template.parents[i - 1]]
-            rank[d, lane] = template.paths[i - 1][-1]
-            place[i - 1] = d, lane
-        lane_above = {i: lane for lane, i in enumerate(level)}
-
-    def fill_level(above: Int[Array, "A W O"], static):
-        parent, rank = static
-        contexts = above[:, parent]
-        # A lookup with an absent token finds nothing, so what hangs below EMPTY is EMPTY.
-        successors = table.lookup(levels, contexts)
-        token = jnp.take_along_axis(successors, rank[None, :, None], axis=2)
-        return jnp.concatenate([contexts[:, :, 1:], token], axis=2), token[:, :, 0]
-
-    start = jnp.repeat(context[:, None, :], width, axis=1)
-    _, filled = jax.lax.scan(fill_level, start, (jnp.asarray(parent), jnp.asarray(rank)))
-    tokens = filled[place[:, 0], :, place[:, 1]].T
-    return jnp.maximum(tokens, 0), tokens != EMPTY
+    return retrieval_lookup(
+        table.pairs(levels), context, template.parents, template.ranks, implementation=table.kernels
+    )
 
 
 def node_paths(tree: DraftTree, max_depth: int) -> Int[Array, "B N D"]:

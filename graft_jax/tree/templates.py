@@ -58,6 +58,11 @@ class Template:
         return tuple(index[path[:-1]] for path in self.paths)
 
     @functools.cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """Rank of node i among its parent's successors."""
+        return tuple(path[-1] for path in self.paths)
+
+    @functools.cached_property
     def levels(self) -> tuple[tuple[int, ...], ...]:
         """Node indices (the root being 0) by depth, from depth 1."""
         return tuple(

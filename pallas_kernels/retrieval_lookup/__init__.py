@@ -1,0 +1,1 @@
+"""`api.retrieval_lookup`: a template filled from the successor table."""

@@ -1,0 +1,1 @@
+"""`api.topk_rows`: the k best entries of each row."""
