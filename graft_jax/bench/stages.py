@@ -102,7 +102,8 @@ def by_stage(spec: DecodeSpec, params: Params, state: DecodeState, calls: int, r
             params, state, tree, verdict, taps, logits), (taps, params, model_state, tree, verdict, logits)),
     }  # fmt: skip
     if grafts:
-        base = jax.jit(lambda: model.draft(params, model_state, root, state.length, active)[0])()
+        # Parameters are arguments: as constants of the program they would be folded, at length.
+        base, _ = jax.jit(model.draft)(params, model_state, root, state.length, active)
         stages["build"] = (lambda base, state: drafter.build(state, base).tree, (base, state.draft))
         stages["update"] = (update, ((state.draft, logits), tree, verdict))
     in_place = ("commit", "update")
