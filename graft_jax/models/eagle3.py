@@ -151,5 +151,9 @@ def finish(
 
 def logits(config: Eagle3Config, params: Eagle3Params, output: Float[Array, "B T M"]) -> Float[Array, "B T Vd"]:
     """Logits over the draft vocabulary, float32, of what `finish` gave."""
-    x = output if config.recurse_normed else rms_norm(output, params.norm, config.rms_norm_eps)
-    return linear(x, params.head)
+    return linear(normed(config, params, output), params.head)
+
+
+def normed(config: Eagle3Config, params: Eagle3Params, output: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
+    """What the head's rows multiply."""
+    return output if config.recurse_normed else rms_norm(output, params.norm, config.rms_norm_eps)

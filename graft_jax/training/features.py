@@ -22,6 +22,8 @@ class Features(flax.struct.PyTreeNode):
         hidden: after the last norm; logits are the head's product with it.
         best: the arg-max token after each position.
         mask: which tokens count as labels (the assistant's).
+        segments: several texts may stand in one row: numbers from 1, 0 where there is none. Texts see only
+            themselves.
     """
 
     tokens: Int[Array, "B S"]
@@ -29,6 +31,14 @@ class Features(flax.struct.PyTreeNode):
     hidden: Float[Array, "B S M"]
     best: Int[Array, "B S"]
     mask: Bool[Array, "B S"]
+    segments: Int[Array, "B S"]
+
+
+def positions(segments: Int[Array, "B S"]) -> Int[Array, "B S"]:
+    """Places within the texts of a row."""
+    index = jnp.broadcast_to(jnp.arange(segments.shape[1])[None, :], segments.shape)
+    first = segments != jnp.pad(segments[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
+    return index - jax.lax.cummax(jnp.where(first, index, 0), axis=1)
 
 
 def extract(
@@ -37,13 +47,22 @@ def extract(
     taps: tuple[int, ...],
     tokens: Int[Array, "B S"],
     mask: Bool[Array, "B S"],
+    segments: Int[Array, "B S"] | None = None,
 ) -> Features:
-    """One pass of the target over whole texts; padding belongs behind them and is left out by `mask`."""
+    """One pass of the target over whole texts.
+
+    Args:
+        mask: leaves padding out, which belongs behind the texts.
+        segments: one text a row if None.
+    """
     B, S = tokens.shape
+    if segments is None:
+        segments = jnp.ones((B, S), jnp.int32)
+    same = segments[:, :, None] == segments[:, None, :]
     out = transformer.forward(
         config, params, tokens,
-        positions=jnp.broadcast_to(jnp.arange(S)[None, :], (B, S)),
-        mask=jnp.broadcast_to(jnp.tri(S, dtype=bool)[None], (B, S, S)),
+        positions=positions(segments),
+        mask=jnp.tri(S, dtype=bool)[None] & same,
         cache=kv.init(config, B, 1, params.dtype),
         cached=jnp.zeros(B, jnp.int32),
         taps=taps,
@@ -55,4 +74,4 @@ def extract(
     flat = out.hidden.reshape(B * S, -1)
     chunks = jnp.pad(flat, ((0, -(B * S) % CHUNK), (0, 0))).reshape(-1, 1, CHUNK, flat.shape[1])
     best = jax.lax.map(choose, chunks).reshape(-1)[: B * S].reshape(B, S)
-    return jax.lax.stop_gradient(Features(tokens, out.taps, out.hidden, best, mask))
+    return jax.lax.stop_gradient(Features(tokens, out.taps, out.hidden, best, mask, segments))
