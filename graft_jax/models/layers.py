@@ -85,11 +85,11 @@ def input_gradient(dy: Float[Array, "n O"], weight: Float[Array, "P Q"], contrac
 def weight_gradient(rows: Float[Array, "n I"], dy: Float[Array, "n O"], contracting: int) -> Float[Array, "P Q"]:
     """The gradient of `matmul` by its weight, float32, in the weight's layout; both arguments of one dtype."""
     # XLA:CPU runs a product over both arguments' first axes four times slower than a transposition and one
-    # over adjoining axes, and would undo the transposition without the constraint.
+    # over adjoining axes, or not at all. The constraint and the barrier keep it from undoing the transposition.
     turned = rows.T
     if jax.default_backend() == "cpu":
         turned = with_layout_constraint(turned, Layout(major_to_minor=(0, 1)))
-    dw = _product2(turned, dy, 1, 0)
+    dw = jax.lax.optimization_barrier(_product2(turned, dy, 1, 0))
     return dw if contracting == 0 else dw.T
 
 

@@ -63,7 +63,7 @@ def extract(
         config, params, tokens,
         positions=positions(segments),
         mask=jnp.tri(S, dtype=bool)[None] & same,
-        cache=kv.init(config, B, 1, params.dtype),
+        cache=kv.init(config, B, 1, jnp.float32 if jax.default_backend() == "cpu" else params.dtype),
         cached=jnp.zeros(B, jnp.int32),
         taps=taps,
     )  # fmt: skip

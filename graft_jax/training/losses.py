@@ -10,6 +10,7 @@ from graft_jax.models.eagle3_config import Eagle3Config
 from graft_jax.models.layers import input_gradient, is_transposed, matmul, weight_gradient
 from graft_jax.models.transformer import TargetParams
 from graft_jax.sampling import first_argmax
+from graft_jax.training import attention
 from graft_jax.training.features import CHUNK, Features, positions
 from graft_jax.types import Array, Bool, Float, Int
 
@@ -96,47 +97,17 @@ def _to_draft(config: Eagle3Config, params: Eagle3Params) -> Int[Array, "V"] | N
 
 
 def _attend(past: list[Projected], segments: Int[Array, "B S"], dtype) -> Float[Array, "B S HE"]:
-    """Attention of the last step: causal over step 0, and the same row of every later step, its own too.
-
-    Args:
-        segments: texts of a row do not see one another.
-        dtype: of the products.
-    """
+    """Attention of the last step: causal over step 0, and the same row of every later step, its own too."""
     last = past[-1]
     B, S, H, E = last.query.shape
     K = last.key.shape[2]
-    q = (last.query * E**-0.5).reshape(B, S, K, H // K, E)
-    # Scores of the same row in later steps: one number a step.
-    diagonal = [jnp.einsum("bskge,bske->bkgs", q, step.key)[..., None] for step in past[1:]]
-    keys, values = past[0].key.astype(dtype), past[0].value.astype(dtype)
-    size = min(CHUNK, S)
-
-    @jax.checkpoint
-    def rows(start: Int[Array, ""], q: Array, segment: Array, *own: Array) -> Float[Array, "B c HE"]:
-        scores = jnp.einsum("bskge,btke->bkgst", q.astype(dtype), keys, preferred_element_type=jnp.float32)
-        seen = (start + jnp.arange(size)[:, None] >= jnp.arange(S)[None, :])[None]
-        seen &= segment[:, :, None] == segments[:, None, :]
-        # Rows of the padding behind the last chunk see nothing: their own numbers are kept finite.
-        scores = jnp.where(seen[:, None, None], scores, jnp.float32(-1e30))
-        weights = jax.nn.softmax(jnp.concatenate([scores, *own[: len(diagonal)]], axis=-1), axis=-1)
-        main = weights[..., :S].astype(dtype)
-        out = jnp.einsum("bkgst,btke->bskge", main, values, preferred_element_type=jnp.float32)
-        for i, value in enumerate(own[len(diagonal) :]):
-            out += jnp.einsum("bkgs,bske->bskge", weights[..., S + i], value)
-        return out.reshape(B, size, H * E)
-
-    pad = -S % size
-    chunks = (S + pad) // size
-
-    def split(x: Array, axis: int) -> Array:
-        """The rows in chunks, chunk first."""
-        x = jnp.pad(x, [(0, pad if i == axis else 0) for i in range(x.ndim)])
-        return jnp.moveaxis(x.reshape(*x.shape[:axis], chunks, size, *x.shape[axis + 1 :]), axis, 0)
-
-    own = (*(split(d, 3) for d in diagonal), *(split(step.value, 1) for step in past[1:]))
-    inputs = (split(q, 1), split(segments, 1), *own)
-    out = jax.lax.map(lambda args: rows(*args), (jnp.arange(chunks) * size, *inputs))
-    return jnp.moveaxis(out, 0, 1).reshape(B, S + pad, H * E)[:, :S]
+    q = (last.query * E**-0.5).reshape(B, S, K, H // K, E).transpose(0, 2, 3, 1, 4)
+    keys, values = past[0].key.transpose(0, 2, 1, 3), past[0].value.transpose(0, 2, 1, 3)
+    none = jnp.zeros((0, B, K, S, E))
+    own = [(step.key.transpose(0, 2, 1, 3), step.value.transpose(0, 2, 1, 3)) for step in past[1:]]
+    own_keys, own_values = (jnp.stack(x) for x in zip(*own)) if own else (none, none)
+    out = attention.attend(q, keys.astype(dtype), values.astype(dtype), own_keys, own_values, segments)
+    return out.transpose(0, 3, 1, 2, 4).reshape(B, S, H * E)
 
 
 def _distil(
