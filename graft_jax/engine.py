@@ -130,6 +130,17 @@ class SpeculativeDecoder:
             raise ValueError(f"method {method!r} needs {chosen.needs}; this decoder was loaded with {loaded}")
         return _build(method, settings, self.config, self.params.target, self.tokenizer, length, self.name, head)
 
+    def with_drafter(self, method: str, config: Any, params: Any, **options: Any) -> "SpeculativeDecoder":
+        """A decoder over the same target with a draft head that is at hand, e.g. one in training.
+
+        Args:
+            config, params: the head's, in the decoder's dtype.
+        """
+        target, settings = self.params.target, methods.Options(**options)
+        return _build(
+            method, settings, self.config, target, self.tokenizer, self.spec.max_length, self.name, (config, params)
+        )
+
     def set_thresholds(self, thresholds: Sequence[float]) -> None:
         """Other thresholds for the drafter's gates; compiles nothing.
 

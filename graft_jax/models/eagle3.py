@@ -78,6 +78,15 @@ def abstract_params(config: Eagle3Config, dtype, *, own_embed: bool = False) -> 
     )  # fmt: skip
 
 
+LINEAR = ("fc", "q", "k", "v", "o", "gate", "up", "down", "head")
+
+
+def to_bfloat16(params: Eagle3Params) -> Eagle3Params:
+    """float32 weights in bfloat16, in its layout. Differentiable."""
+    turned = params.replace(**{name: getattr(params, name).T for name in LINEAR})
+    return jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x, turned)
+
+
 def init_params(config: Eagle3Config, key: Array, dtype, std: float = 0.02) -> Eagle3Params:
     """Random weights: normal with `std`, norms one; drafts the first ids of a reduced vocabulary."""
     leaves, tree = jax.tree.flatten_with_path(abstract_params(config, dtype))

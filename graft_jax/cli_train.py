@@ -1,0 +1,102 @@
+"""`graft-jax prepare` and `graft-jax train`."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+
+
+def add(commands: Any) -> None:
+    """Adds the commands' parsers."""
+    prepare = commands.add_parser(
+        "prepare", help="make training data", formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    prepare.set_defaults(run=_prepare)
+    prepare.add_argument("data", nargs="+", help="JSON lines (`messages`, `conversations`, `text`, or `prompt_ids` with"
+                         " `response_ids`) or .txt files; may be gzipped")  # fmt: skip
+    prepare.add_argument("--out", required=True, metavar="FOLDER", help="folder to write; must not exist")
+    prepare.add_argument("--model", default="smollm2-135m", help="the target: name, GGUF file, HF folder or hub id")
+    prepare.add_argument("--length", type=int, default=2048, metavar="N", help="tokens of a packed row")
+    prepare.add_argument("--held-out", type=float, default=0.02, metavar="SHARE", help="kept for evaluation")
+    prepare.add_argument("--seed", type=int, default=0, help="of the order")
+    prepare.add_argument("--keep-loops", action="store_true", help="keep texts that repeat themselves")
+    prepare.add_argument("--on-bad-line", default="refuse", choices=("refuse", "skip"))
+
+    train = commands.add_parser(
+        "train", help="train a drafter", formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    train.set_defaults(run=_train)
+    train.add_argument("config", metavar="RUN.yaml", help="see configs/runs")
+    train.add_argument("--set", action="append", default=[], metavar="NAME=VALUE",
+                       help="another value, e.g. steps=100 or drafter.ttt_steps=4")  # fmt: skip
+    train.add_argument("--print-config", action="store_true", help="print the run's settings and stop")
+
+
+def _prepare(args: argparse.Namespace, console: Console) -> int:
+    from graft_jax.io.checkpoint import open_checkpoint
+    from graft_jax.training import data, shards
+
+    if args.length < 8:
+        raise ValueError(f"--length {args.length} must be at least 8 tokens")
+    if not 0 <= args.held_out < 1:
+        raise ValueError(f"--held-out {args.held_out} must be at least 0 and below 1")
+    checkpoint = open_checkpoint(args.model)
+    skipped: list[str] = []
+
+    def report(message: str) -> None:
+        skipped.append(message)
+        console.print(f"skipped {message}", style="yellow", markup=False, soft_wrap=True)
+
+    def documents():
+        for path in args.data:
+            yield from data.read_documents(
+                path, checkpoint.tokenizer, checkpoint.config, on_bad_line=args.on_bad_line, report=report
+            )
+
+    with console.status("reading and encoding"):
+        kept, counts = data.select(documents(), keep_loops=args.keep_loops)
+    if not kept:
+        raise ValueError(f"no text is left of {', '.join(args.data)}: {counts}, {len(skipped)} bad lines")
+    apart = [d for d in kept if data.held_out(d, args.held_out)]
+    trained = [d for d in kept if not data.held_out(d, args.held_out)]
+    if not trained:
+        raise ValueError("all texts were held out; give more, or --held-out 0")
+    with console.status("packing"):
+        rows, cut = shards.pack(trained, args.length, args.seed)
+        evaluation, _ = shards.pack(apart, args.length, args.seed)
+        facts = {
+            "model": args.model, "length": args.length, "seed": args.seed, "held_out": args.held_out,
+            "sources": [Path(path).name for path in args.data], **counts, "bad_lines": len(skipped), "tokens_cut": cut,
+        }  # fmt: skip
+        manifest = shards.write(args.out, {"train": rows, "held_out": evaluation}, facts)
+    split = manifest["splits"]["train"]
+    console.print(
+        f"wrote {args.out}: {split['texts']} texts, {split['tokens']} tokens ({split['trained_tokens']} trained on) in "
+        f"{split['rows']} rows, {split['tokens'] / (split['rows'] * args.length):.0%} full; {len(apart)} texts held out; "
+        f"{counts['duplicates']} duplicates and {counts['loops']} loops left out",
+        markup=False, soft_wrap=True,
+    )  # fmt: skip
+    return 0
+
+
+def _train(args: argparse.Namespace, console: Console) -> int:
+    from graft_jax.training.run import read_run
+
+    overrides = {}
+    for pair in args.set:
+        name, equals, value = pair.partition("=")
+        if not equals:
+            raise ValueError(f"--set {pair!r} must be NAME=VALUE")
+        overrides[name] = yaml.safe_load(value)
+    run = read_run(args.config, overrides)
+    if args.print_config:
+        console.print(run, markup=False)
+        return 0
+    from graft_jax.training.loop import train
+
+    found = train(run, console)
+    shown = ", ".join(f"{name} {value}" for name, value in found.items())
+    console.print(f"wrote {run.folder / 'drafter'}; {shown}", markup=False, soft_wrap=True)
+    return 0
