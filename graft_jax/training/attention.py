@@ -161,4 +161,4 @@ def _turned(x: Float[Array, "K q t"]) -> Float[Array, "K t q"]:
 
 
 def _product(form: str, a: Array, b: Array) -> Array:
-    return jnp.einsum(form, a, b, preferred_element_type=jnp.float32)
+    return jnp.einsum(form, a, b, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)

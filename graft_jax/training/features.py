@@ -8,6 +8,7 @@ from graft_jax.config import ModelConfig
 from graft_jax.models import cache as kv
 from graft_jax.models import transformer
 from graft_jax.models.transformer import TargetParams
+from graft_jax.training import attention
 from graft_jax.types import Array, Bool, Float, Int
 
 CHUNK = 256  # rows of logits held at a time
@@ -41,6 +42,25 @@ def positions(segments: Int[Array, "B S"]) -> Int[Array, "B S"]:
     return index - jax.lax.cummax(jnp.where(first, index, 0), axis=1)
 
 
+def _attend_texts(
+    query: Float[Array, "B S H E"],
+    cache_keys: Array,
+    cache_values: Array,
+    cached: Array,
+    keys: Float[Array, "B S K E"],
+    values: Float[Array, "B S K E"],
+    segments: Int[Array, "B S"],
+    block: int,
+) -> Float[Array, "B S H*E"]:
+    """`layers.attend` for whole texts: nothing is cached, and no more than some rows of scores are held."""
+    B, S, H, E = query.shape
+    K = keys.shape[2]
+    q = (query * E**-0.5).reshape(B, S, K, H // K, E).transpose(0, 2, 3, 1, 4)
+    none = jnp.zeros((0, B, K, S, E))
+    out = attention.attend(q, keys.transpose(0, 2, 1, 3), values.transpose(0, 2, 1, 3), none, none, segments)
+    return out.transpose(0, 3, 1, 2, 4).reshape(B, S, H * E)
+
+
 def extract(
     config: ModelConfig,
     params: TargetParams,
@@ -58,14 +78,14 @@ def extract(
     B, S = tokens.shape
     if segments is None:
         segments = jnp.ones((B, S), jnp.int32)
-    same = segments[:, :, None] == segments[:, None, :]
     out = transformer.forward(
         config, params, tokens,
         positions=positions(segments),
-        mask=jnp.tri(S, dtype=bool)[None] & same,
-        cache=kv.init(config, B, 1, jnp.float32 if jax.default_backend() == "cpu" else params.dtype),
+        mask=segments,
+        cache=kv.init(config, B, 1, params.dtype),
         cached=jnp.zeros(B, jnp.int32),
         taps=taps,
+        attend=_attend_texts,
     )  # fmt: skip
 
     def choose(rows: Float[Array, "1 c M"]) -> Int[Array, "1 c"]:

@@ -59,7 +59,7 @@ def train_step(
     (value, metrics), gradients = jax.value_and_grad(of_trained, has_aux=True)(trained)
     updates, optimizer_state = optimizer.update(gradients, state.optimizer, trained)
     params = _join(optax.apply_updates(trained, updates), fixed)
-    return TrainState(params, optimizer_state, state.step + 1), value, optax.global_norm(gradients), metrics
+    return TrainState(params, optimizer_state, state.step + 1), value, optax.tree.norm(gradients), metrics
 
 
 def _split(params: Any) -> tuple[Any, Any]:
