@@ -1,4 +1,4 @@
-"""`graft-jax prepare` and `graft-jax train`."""
+"""`graft-jax prepare`, `graft-jax train` and `graft-jax fill`."""
 
 import argparse
 from pathlib import Path
@@ -32,6 +32,22 @@ def add(commands: Any) -> None:
     train.add_argument("--set", action="append", default=[], metavar="NAME=VALUE",
                        help="another value, e.g. steps=100 or drafter.ttt_steps=4")  # fmt: skip
     train.add_argument("--print-config", action="store_true", help="print the run's settings and stop")
+
+
+    fill = commands.add_parser(
+        "fill", help="fill a retrieval table from prepared data", formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    fill.set_defaults(run=_fill)
+    fill.add_argument("data", metavar="FOLDER", help="what `graft-jax prepare` wrote")
+    fill.add_argument("--out", required=True, metavar="FILE.npz", help="for --table")
+    fill.add_argument("--model", default="smollm2-135m", help="the target: name, GGUF file, HF folder or hub id")
+    fill.add_argument("--dtype", default="bfloat16", help="bfloat16 or float32")
+    fill.add_argument("--order", type=int, default=3, help="longest context, in tokens")
+    fill.add_argument("--width", type=int, default=8, help="successors kept a context")
+    fill.add_argument("--log2-rows", type=int, default=17, metavar="N", help="2**N rows for contexts of several tokens")
+    fill.add_argument("--features", metavar="FOLDER", help="cached features of a run on the same data, if there are")
+    fill.add_argument("--taps", type=int, nargs="*", help="with --features: the run's taps; EAGLE-3's if none")
+    fill.add_argument("--batch-rows", type=int, default=8, metavar="N")
 
 
 def _prepare(args: argparse.Namespace, console: Console) -> int:
@@ -99,4 +115,37 @@ def _train(args: argparse.Namespace, console: Console) -> int:
     found = train(run, console)
     shown = ", ".join(f"{name} {value}" for name, value in found.items())
     console.print(f"wrote {run.folder / 'drafter'}; {shown}", markup=False, soft_wrap=True)
+    return 0
+
+
+def _fill(args: argparse.Namespace, console: Console) -> int:
+    from rich.progress import Progress
+
+    from graft_jax.io.checkpoint import load_target
+    from graft_jax.models.eagle3_config import default_taps
+    from graft_jax.retrieval import stored
+    from graft_jax.retrieval.adjacency import SuccessorTable
+    from graft_jax.training import feature_cache, fill_table, shards
+
+    rows = shards.read(args.data, "train")
+    if not len(rows):
+        raise ValueError(f"data={args.data!r}: holds nothing to fill a table from")
+    config, params, _ = load_target(args.model, dtype=args.dtype)
+    table = SuccessorTable(config.vocab_size, args.order, args.width, args.log2_rows)
+    taps = tuple(args.taps or default_taps(config.num_layers)) if args.features else ()
+    facts = feature_cache.facts(config, params, shards.read_manifest(args.data)) if args.features else {}
+    source = feature_cache.FeatureSource(config, params, taps, rows, args.features, facts)
+    with Progress(console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("reading the target's choices", total=len(rows))
+        seen = fill_table.observe(
+            config, params, source, table, args.batch_rows, lambda done: progress.update(task, completed=done)
+        )
+    levels = stored.fill(table, seen)
+    stored.save(args.out, table, levels, {"model": args.model, "tokens": len(seen.contexts)})
+    held = fill_table.held(levels)
+    size = Path(args.out).stat().st_size
+    console.print(
+        f"wrote {args.out}: {size / 1e6:.1f} MB, from {len(seen.contexts)} tokens; contexts of 1, 2, ... tokens: {held}",
+        markup=False, soft_wrap=True,
+    )  # fmt: skip
     return 0

@@ -20,12 +20,13 @@ from graft_jax.training.features import Features
 ROWS_A_FILE = 64
 
 
-def fingerprint(config: ModelConfig, params: TargetParams) -> str:
-    """Tells targets apart: a hash of the configuration and of every weight."""
+def facts(config: ModelConfig, params: TargetParams, manifest: dict[str, Any]) -> dict[str, Any]:
+    """What tells targets and data sets apart: a hash of the configuration and every weight, and those of the shards."""
     found = hashlib.sha256(repr(config).encode())
     for leaf in jax.tree.leaves(params):
         found.update(np.ascontiguousarray(leaf).view(np.uint8).data)
-    return found.hexdigest()
+    data = "".join(shard["sha256"] for shard in manifest["splits"]["train"]["shards"])
+    return {"target": found.hexdigest(), "data": hashlib.sha256(data.encode()).hexdigest()}
 
 
 class FeatureSource:

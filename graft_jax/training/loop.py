@@ -12,9 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from graft_jax.io.checkpoint import load_target
-from graft_jax.training import evaluate, shards, step
+from graft_jax.training import evaluate, feature_cache, shards, step
 from graft_jax.training.checkpoints import Checkpoints
-from graft_jax.training.feature_cache import FeatureSource, fingerprint
 from graft_jax.training.log import RunLog
 from graft_jax.training.run import RunConfig
 
@@ -53,9 +52,9 @@ def train(run: RunConfig, console: Console) -> dict[str, Any]:
     if int(rows.tokens.max()) >= target_config.vocab_size:
         raise ValueError(f"data={run.data!r}: has ids beyond the vocabulary of {run.model!r}; prepare it for that model")
     total = run.num_steps(len(rows))
-    facts = {"target": fingerprint(target_config, target), "data": _digest(manifest)}
+    facts = feature_cache.facts(target_config, target, manifest)
     config = run.drafter.config(target_config)
-    source = FeatureSource(target_config, target, config.taps, rows, run.cache_folder, facts)
+    source = feature_cache.FeatureSource(target_config, target, config.taps, rows, run.cache_folder, facts)
 
     optimizer = step.make_optimizer(total, peak=run.peak, warmup=run.warmup, clip=run.clip, decay=run.decay)
     params = run.drafter.init(config, jax.random.key(run.seed), target_config, target, rows.tokens[rows.mask])
@@ -144,6 +143,3 @@ def export(run: RunConfig, config: Any, params: Any) -> None:
             file.unlink()
     run.drafter.save(folder, config, params)
 
-
-def _digest(manifest: dict[str, Any]) -> str:
-    return "-".join(shard["sha256"][:16] for shard in manifest["splits"]["train"]["shards"])
