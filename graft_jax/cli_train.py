@@ -1,6 +1,7 @@
 """`graft-jax prepare`, `graft-jax train` and `graft-jax fill`."""
 
 import argparse
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,21 @@ def add(commands: Any) -> None:
         "prepare", help="make training data", formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     prepare.set_defaults(run=_prepare)
-    prepare.add_argument("data", nargs="+", help="JSON lines (`messages`, `conversations`, `text`, or `prompt_ids` with"
+    prepare.add_argument("data", nargs="*", help="JSON lines (`messages`, `conversations`, `text`, or `prompt_ids` with"
                          " `response_ids`) or .txt files; may be gzipped")  # fmt: skip
     prepare.add_argument("--out", required=True, metavar="FOLDER", help="folder to write; must not exist")
     prepare.add_argument("--model", default="smollm2-135m", help="the target: name, GGUF file, HF folder or hub id")
     prepare.add_argument("--length", type=int, default=2048, metavar="N", help="tokens of a packed row")
     prepare.add_argument("--held-out", type=float, default=0.02, metavar="SHARE", help="kept for evaluation")
     prepare.add_argument("--seed", type=int, default=0, help="of the order")
+    prepare.add_argument("--self-instruct", type=int, default=0, metavar="N", help="the target writes N conversations")
+    prepare.add_argument("--topics", metavar="FILE", help="beginnings of users' turns for --self-instruct, one a line")
+    prepare.add_argument("--regenerate", action="store_true", help="the target answers the data's last user turns anew")
+    prepare.add_argument("--batch", type=int, default=48, metavar="N", help="conversations written at a time")
+    prepare.add_argument("--answer-tokens", type=int, default=384, metavar="N", help="longest written answer")
+    prepare.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.7], metavar="T",
+                         help="of written answers, batch by batch")  # fmt: skip
+    prepare.add_argument("--dtype", default="bfloat16", help="of the target that writes: bfloat16 or float32")
     prepare.add_argument("--keep-loops", action="store_true", help="keep texts that repeat themselves")
     prepare.add_argument("--on-bad-line", default="refuse", choices=("refuse", "skip"))
 
@@ -58,7 +67,10 @@ def _prepare(args: argparse.Namespace, console: Console) -> int:
         raise ValueError(f"--length {args.length} must be at least 8 tokens")
     if not 0 <= args.held_out < 1:
         raise ValueError(f"--held-out {args.held_out} must be at least 0 and below 1")
+    if not args.data and not args.self_instruct:
+        raise ValueError("give data, or --self-instruct N")
     checkpoint = open_checkpoint(args.model)
+    sources = _written(args, console) if args.self_instruct or args.regenerate else list(args.data)
     skipped: list[str] = []
 
     def report(message: str) -> None:
@@ -66,7 +78,7 @@ def _prepare(args: argparse.Namespace, console: Console) -> int:
         console.print(f"skipped {message}", style="yellow", markup=False, soft_wrap=True)
 
     def documents():
-        for path in args.data:
+        for path in sources:
             yield from data.read_documents(
                 path, checkpoint.tokenizer, checkpoint.config, on_bad_line=args.on_bad_line, report=report
             )
@@ -74,7 +86,7 @@ def _prepare(args: argparse.Namespace, console: Console) -> int:
     with console.status("reading and encoding"):
         kept, counts = data.select(documents(), keep_loops=args.keep_loops)
     if not kept:
-        raise ValueError(f"no text is left of {', '.join(args.data)}: {counts}, {len(skipped)} bad lines")
+        raise ValueError(f"no text is left of {', '.join(map(str, sources))}: {counts}, {len(skipped)} bad lines")
     apart = [d for d in kept if data.held_out(d, args.held_out)]
     trained = [d for d in kept if not data.held_out(d, args.held_out)]
     if not trained:
@@ -84,7 +96,7 @@ def _prepare(args: argparse.Namespace, console: Console) -> int:
         evaluation, _ = shards.pack(apart, args.length, args.seed)
         facts = {
             "model": args.model, "length": args.length, "seed": args.seed, "held_out": args.held_out,
-            "sources": [Path(path).name for path in args.data], **counts, "bad_lines": len(skipped), "tokens_cut": cut,
+            "sources": [Path(path).name for path in sources], **counts, "bad_lines": len(skipped), "tokens_cut": cut,
         }  # fmt: skip
         manifest = shards.write(args.out, {"train": rows, "held_out": evaluation}, facts)
     split = manifest["splits"]["train"]
@@ -95,6 +107,46 @@ def _prepare(args: argparse.Namespace, console: Console) -> int:
         markup=False, soft_wrap=True,
     )  # fmt: skip
     return 0
+
+
+def _written(args: argparse.Namespace, console: Console) -> list[Any]:
+    """Files of what the target wrote, and of the data that it did not answer anew."""
+    from rich.progress import Progress, TextColumn, TimeRemainingColumn
+
+    from graft_jax.engine import SpeculativeDecoder
+    from graft_jax.training import data, self_write
+
+    settings = self_write.Settings(
+        batch=args.batch, answer_tokens=args.answer_tokens, temperatures=tuple(args.temperatures), seed=args.seed
+    )
+    topics = self_write.read_topics(args.topics) if args.topics else []
+    # A little longer than what is written, for prompts.
+    length = 2 * settings.answer_tokens if args.regenerate else settings.answer_tokens + 128
+    decoder = SpeculativeDecoder.from_pretrained(args.model, method="ar", dtype=args.dtype, max_length=length)
+    base, jobs = Path(args.out), {}
+    if args.self_instruct:
+        count = args.self_instruct
+        jobs["self"] = (count, lambda start: self_write.self_instruct(decoder, count, topics, settings, start))
+    if args.regenerate:
+        talks = [talk for path in args.data for talk in data.read_conversations(path, on_bad_line=args.on_bad_line)]
+        jobs["answers"] = (len(talks), lambda start: self_write.regenerate(decoder, talks, settings, start))
+    files: list[Any] = [] if args.regenerate else list(args.data)
+    for name, (count, batches) in jobs.items():
+        path = base.with_name(f"{base.name}.{name}.jsonl")
+        columns = (*Progress.get_default_columns()[:2], TextColumn("{task.description}"), TimeRemainingColumn())
+        with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+            task = progress.add_task("writing", total=-(-count // settings.batch))
+            began, before = time.perf_counter(), None
+
+            def on_batch(done: int, tokens: int, progress=progress, task=task, began=began) -> None:
+                nonlocal before
+                before = tokens if before is None else before
+                speed = (tokens - before) / (time.perf_counter() - began)
+                progress.update(task, completed=done, description=f"{tokens} tokens written, {speed:.0f} a second")
+
+            self_write.write_all(path, batches, on_batch)
+        files.append(path)
+    return files
 
 
 def _train(args: argparse.Namespace, console: Console) -> int:

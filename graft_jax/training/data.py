@@ -48,6 +48,40 @@ def read_documents(
     Raises:
         ValueError: names the file and the line.
     """
+    for number, line in _lines(path, on_bad_line):
+        if number == 0:
+            yield _plain(line, tokenizer)
+            continue
+        try:
+            yield _document(json.loads(line), tokenizer, config)
+        except ValueError as error:
+            message = f"{path}:{number}: {error}"
+            if on_bad_line == "refuse":
+                raise ValueError(message) from None
+            report(message)
+
+
+def read_conversations(path: str | Path, *, on_bad_line: str = "refuse") -> Iterator[list[dict[str, str]]]:
+    """The conversations of a file of JSON lines, as messages. Arguments and errors as for `read_documents`."""
+    for number, line in _lines(path, on_bad_line):
+        try:
+            if number == 0:
+                raise ValueError("is plain text: there is nothing to answer")
+            item = json.loads(line)
+            if not isinstance(item, Mapping) or not {"messages", "conversations"} & set(item):
+                raise ValueError("needs an object with `messages` or `conversations`")
+            yield (
+                _messages(item["messages"], "role", "content")
+                if "messages" in item
+                else _messages(item["conversations"], "from", "value")
+            )
+        except ValueError as error:
+            if on_bad_line == "refuse" or number == 0:
+                raise ValueError(f"{path}:{number}: {error}") from None
+
+
+def _lines(path: str | Path, on_bad_line: str) -> Iterator[tuple[int, str]]:
+    """Numbered lines that are not blank; number 0 is the whole of a plain text."""
     if on_bad_line not in ("refuse", "skip"):
         raise ValueError(f"on_bad_line={on_bad_line!r} must be 'refuse' or 'skip'")
     path = Path(path)
@@ -56,18 +90,11 @@ def read_documents(
     opener: Any = gzip.open if path.suffix == ".gz" else open
     with opener(path, "rt", encoding="utf-8") as file:
         if path.name.removesuffix(".gz").endswith(".txt"):
-            yield _plain(file.read(), tokenizer)
+            yield 0, file.read()
             return
         for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                yield _document(json.loads(line), tokenizer, config)
-            except ValueError as error:
-                message = f"{path}:{number}: {error}"
-                if on_bad_line == "refuse":
-                    raise ValueError(message) from None
-                report(message)
+            if line.strip():
+                yield number, line
 
 
 def _document(item: Any, tokenizer: Tokenizer | None, config: ModelConfig) -> Document:
