@@ -16,6 +16,8 @@ def add_method(parser: argparse.ArgumentParser, default: str) -> None:
     parser.add_argument("--method", default=default, help="drafting method; see `graft-jax info`")
     parser.add_argument("--budget", type=int, help="tree nodes to verify a round, beside the root")
     parser.add_argument("--table-order", type=int, default=3, help="longest retrieval context, in tokens")
+    parser.add_argument("--table", default="auto", metavar="FILE", help="retrieval table to start with, of `graft-jax"
+                        " fill`: auto takes the packaged model's own, none starts empty")  # fmt: skip
     parser.add_argument("--template", help="retrieval template: narrow, graft or recycling; the method's if none")
     parser.add_argument("--kernels", metavar="NAME", help="implementation of the kernels, e.g. xla; the platform's"
                         " own if none")  # fmt: skip
@@ -65,9 +67,10 @@ def decoder(args: argparse.Namespace) -> dict[str, Any]:
         "budget", "table_order", "kernels", "template", "draft_depth", "draft_top_k", "gates", "gate_measure",
         "thresholds", "prune", "retrieval", "attach", "block_size", "candidates", "scoring", "normaliser",
     )}  # fmt: skip
-    loading = {name: getattr(args, name) for name in (
+    loading: dict[str, Any] = {name: getattr(args, name) for name in (
         "model", "method", "dtype", "max_length", "strict_config", "drafter", "draft_rope", "calibration",
     )}  # fmt: skip
+    loading["table"] = None if args.table == "none" else args.table
     return loading | {name: value for name, value in options.items() if value is not None}
 
 

@@ -1,4 +1,4 @@
-"""The command line: `graft-jax generate | calibrate | convert | info`."""
+"""The command line: `graft-jax generate | calibrate | prepare | train | convert | info`."""
 
 import argparse
 import json
@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from graft_jax import arguments, cli_calibrate, provenance
+from graft_jax import arguments, cli_calibrate, cli_train, provenance
 from graft_jax.batch_file import run_file
 from graft_jax.prompts import read_prompts
 
@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         console.print("graft-jax: interrupted", style="red")
         return EXIT_FAILURE
-    except (OSError, RuntimeError, MemoryError) as error:
+    except (OSError, RuntimeError, MemoryError, FloatingPointError) as error:
         console.print(f"graft-jax: {type(error).__name__}: {_line(error)}", style="red", markup=False)
         return EXIT_FAILURE
 
@@ -73,6 +73,8 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("--dtype", default="bfloat16", help="bfloat16 or float32")
     convert.add_argument("--dry-run", action="store_true", help="print the ledger of tensors, write nothing")
     convert.add_argument("--strict-config", action="store_true", help="unknown config keys are errors")
+
+    cli_train.add(commands)
 
     info = commands.add_parser("info", help="device, versions, caches, methods")
     info.set_defaults(run=_info)

@@ -16,10 +16,12 @@ from graft_jax.decode import DecodeSpec
 from graft_jax.drafters.base import Drafter, Params
 from graft_jax.io.block_drafter import KINDS, load_drafter
 from graft_jax.io.checkpoint import load_target
+from graft_jax.io.hub import asset
 from graft_jax.models.transformer import TargetParams
 from graft_jax.programs import Programs
 from graft_jax.prompts import Prompt, encode_prompt, split_prompts
 from graft_jax.results import Chunk
+from graft_jax.retrieval import stored
 from graft_jax.session import Request, Session, interruptible
 from graft_jax.tokenizer import Tokenizer
 from graft_jax.tree.templates import Template
@@ -45,6 +47,8 @@ class SpeculativeDecoder:
         name: what the model is called in results.
         head: the draft head's configuration and weights, for methods that need one.
         thresholds: of the drafter's gates.
+        table: a retrieval table filled beforehand, for decoders made of this one.
+        memory: what the drafter starts with, also after `reset_memory`.
     """
 
     def __init__(
@@ -60,6 +64,8 @@ class SpeculativeDecoder:
         name: str = "custom",
         head: tuple[Any, Any] | None = None,
         thresholds: Sequence[float] = (),
+        table: Any = None,
+        memory: Any = None,
     ):
         self.config, self.tokenizer, self.head = config, tokenizer, head
         self.params = Params(params, head and head[1], jnp.asarray(thresholds, jnp.float32))
@@ -67,7 +73,9 @@ class SpeculativeDecoder:
         block, cache_dtype = _cache_settings(self.dtype)
         self.spec = DecodeSpec(config, drafter, max_length, row_buckets, block, cache_dtype)
         self.programs = Programs(self.spec)
+        self.table, self._start = table, memory
         self.memory: Any = None  # what the drafter learned; donated by every call, and set again after it
+        self.reset_memory()
 
     @classmethod
     def from_pretrained(
@@ -81,6 +89,7 @@ class SpeculativeDecoder:
         drafter: str | Path | None = None,
         draft_rope: str | int | float = "auto",
         calibration: str | Path | None = None,
+        table: str | Path | None = "auto",
         **options: Any,
     ) -> "SpeculativeDecoder":
         """Loads a target, and the draft head if the method needs one.
@@ -95,6 +104,8 @@ class SpeculativeDecoder:
             draft_rope: base of an EAGLE-3 head's rotary frequencies (see `Eagle3Config.from_hf`).
             calibration: a file of `graft-jax calibrate`: gates, thresholds and tree sizes, unless `options` say
                 otherwise.
+            table: what methods that retrieve start with: a file of `graft-jax fill`; "auto" takes the one that comes
+                with a packaged model, if its contexts are of `table_order` tokens; None starts empty.
             options: fields of `methods.Options`, e.g. `budget=7`.
 
         Raises:
@@ -118,7 +129,8 @@ class SpeculativeDecoder:
             head = load_drafter(
                 drafter, config, dtype=dtype, kinds=chosen.heads, rope=draft_rope, target_embed=params.embed
             )
-        return _build(method, settings, config, params, tokenizer, max_length, str(model), head)
+        found = _read_table(table, str(model), config, settings)
+        return _build(method, settings, config, params, tokenizer, max_length, str(model), head, found)
 
     def with_method(self, method: str, **options: Any) -> "SpeculativeDecoder":
         """A decoder over the same weights with another method, e.g. "ar" as the baseline."""
@@ -128,7 +140,17 @@ class SpeculativeDecoder:
         if chosen.heads and (head is None or head[0].kind not in chosen.heads):
             loaded = "nothing" if head is None else KINDS[head[0].kind]
             raise ValueError(f"method {method!r} needs {chosen.needs}; this decoder was loaded with {loaded}")
-        return _build(method, settings, self.config, self.params.target, self.tokenizer, length, self.name, head)
+        parts = (self.config, self.params.target, self.tokenizer, length, self.name, head)
+        return _build(method, settings, *parts, self.table)
+
+    def with_drafter(self, method: str, config: Any, params: Any, **options: Any) -> "SpeculativeDecoder":
+        """A decoder over the same target with a draft head that is at hand, e.g. one in training.
+
+        Args:
+            config, params: the head's, in the decoder's dtype.
+        """
+        parts = (self.config, self.params.target, self.tokenizer, self.spec.max_length, self.name, (config, params))
+        return _build(method, methods.Options(**options), *parts, self.table)
 
     def set_thresholds(self, thresholds: Sequence[float]) -> None:
         """Other thresholds for the drafter's gates; compiles nothing.
@@ -247,8 +269,9 @@ class SpeculativeDecoder:
         }
 
     def reset_memory(self) -> None:
-        """Forgets what the drafter learned from earlier prompts."""
-        self.memory = None
+        """Forgets what the drafter learned from earlier prompts; a table that it started with is there again."""
+        # A copy: the next call writes over it.
+        self.memory = None if self._start is None else jax.tree.map(lambda x: jnp.array(x, copy=True), self._start)
 
     def save_memory(self, path: str | Path) -> None:
         """Writes the drafter's memory to a .npz file."""
@@ -278,14 +301,31 @@ class SpeculativeDecoder:
         self.memory = jax.tree.unflatten(tree, [jnp.asarray(leaf) for leaf in found])
 
 
-def _build(method, options, config, params, tokenizer, max_length, name, head) -> SpeculativeDecoder:
+def _read_table(table: str | Path | None, model: str, config: ModelConfig, options: methods.Options) -> Any:
+    """Settings and levels of the table to start with."""
+    if table is None:
+        return None
+    path = asset(model, "table.npz") if table == "auto" else Path(table)
+    if path is None:
+        return None
+    settings, levels, _ = stored.load(path)
+    if settings.num_tokens != config.vocab_size:
+        raise ValueError(f"{path}: is for a vocabulary of {settings.num_tokens}; the model has {config.vocab_size}")
+    if table != "auto" and settings.order != options.table_order:
+        raise ValueError(f"{path}: has contexts of {settings.order} tokens; table_order={options.table_order}")
+    return settings, levels
+
+
+def _build(method, options, config, params, tokenizer, max_length, name, head, table=None) -> SpeculativeDecoder:
     chosen = methods.get(method)
+    fitting = table if table is not None and table[0].order == options.table_order else None
     block, cache_dtype = _cache_settings(jnp.dtype(params.dtype).name)
-    context = methods.Context(config, head and head[0], jax.default_backend() == "cpu", block, cache_dtype)
+    context = methods.Context(config, head and head[0], jax.default_backend() == "cpu", block, cache_dtype, fitting)
     built = chosen.build(context, options)
     return SpeculativeDecoder(
         config, params, tokenizer, built.drafter, max_length=max_length, method=method,
         row_buckets=chosen.buckets(context), name=name, head=head, thresholds=built.thresholds,
+        table=table, memory=built.memory,
     )  # fmt: skip
 
 

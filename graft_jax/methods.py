@@ -14,7 +14,7 @@ from graft_jax.drafters.empty import Empty
 from graft_jax.drafters.graft import Graft, Stage
 from graft_jax.drafters.lookup import Lookup
 from graft_jax.models.dflash_config import DFlashConfig
-from graft_jax.retrieval.adjacency import SuccessorTable
+from graft_jax.retrieval.adjacency import Level, SuccessorTable
 from graft_jax.tree import gates, templates
 from graft_jax.tree.beam import Beam
 from graft_jax.tree.gates import Gates
@@ -107,6 +107,8 @@ class Context:
         drafter: the loaded head's configuration, if the method needs a head.
         small: verified rows are dear (a CPU): small trees.
         attention_block, cache_dtype: as in `decode.DecodeSpec`.
+        table: a successor table that was filled beforehand, settings and levels; methods that retrieve start with
+            it.
     """
 
     model: ModelConfig
@@ -114,14 +116,16 @@ class Context:
     small: bool = True
     attention_block: int = 0
     cache_dtype: str = "float32"
+    table: tuple[SuccessorTable, tuple[Level, ...]] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Built:
-    """A drafter and the thresholds of its gates."""
+    """A drafter, the thresholds of its gates, and the memory that it starts with."""
 
     drafter: Drafter
     thresholds: tuple[float, ...] = ()
+    memory: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +160,7 @@ def _recycling(context: Context, options: Options) -> Built:
     if budget > len(full):
         raise ValueError(f"budget={budget}: the {name!r} template has {len(full)} nodes")
     full = full.prefix(budget)
-    return Built(Graft(Empty(), _table(context, options), (Stage(0, full),), full, budget))
+    return Built(Graft(Empty(), _table(context, options), (Stage(0, full),), full, budget), memory=_memory(context))
 
 
 def _lookup(context: Context, options: Options) -> Built:
@@ -187,7 +191,7 @@ def _graft(context: Context, options: Options) -> Built:
         keep = kept[-1] if kept else K
         stages = (Stage(keep, full.prefix(K - keep)),)
     drafter = Graft(base.drafter, _table(context, options), stages, full, K, options.attach or "root")
-    return Built(drafter, base.thresholds)
+    return Built(drafter, base.thresholds, _memory(context))
 
 
 def _beam(context: Context, options: Options) -> Beam:
@@ -260,7 +264,8 @@ def _grafted(
         return Built(_block(context, options, policy, "drop"), thresholds)
     stages = tuple(Stage(keep, full.prefix(K - keep)) for keep in range(policy.budget + 1))
     base = _block(context, options, policy, "mark")
-    return Built(Graft(base, _table(context, options), stages, full, K, options.attach or attach), thresholds)
+    drafter = Graft(base, _table(context, options), stages, full, K, options.attach or attach)
+    return Built(drafter, thresholds, _memory(context))
 
 
 def _domino_policy(context: Context, options: Options) -> Marginal | Corrected:
@@ -299,7 +304,14 @@ def _chain_budget(context: Context, options: Options) -> int:
 
 
 def _table(context: Context, options: Options) -> SuccessorTable:
+    if context.table is not None:
+        return dataclasses.replace(context.table[0], kernels=options.kernels)
     return SuccessorTable(context.model.vocab_size, order=options.table_order, kernels=options.kernels)
+
+
+def _memory(context: Context) -> Any:
+    """Graft's memory with a table that was filled beforehand."""
+    return None if context.table is None else (None, context.table[1])
 
 
 METHODS: dict[str, Method] = {

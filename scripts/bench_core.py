@@ -117,13 +117,15 @@ def _round_and_forward(spec, params, state, rounds: int) -> dict[str, float]:
     return {name: seconds / rounds for name, seconds in times.items()}
 
 
-def acceptance(model: str, dtype: str, files: list[str], limit: int, new_tokens: int, budgets: list[int]) -> list[dict]:
+def acceptance(
+    model: str, dtype: str, files: list[str], limit: int, new_tokens: int, budgets: list[int], table: str | None
+) -> list[dict]:
     """Recycling with a table that lives on from prompt to prompt, and plain decoding, prompt by prompt."""
     rows = []
     for budget in budgets:
         for temperature in (0.0,):
             decoder = SpeculativeDecoder.from_pretrained(
-                model, method="recycling", dtype=dtype, max_length=1024, budget=budget
+                model, method="recycling", dtype=dtype, max_length=1024, budget=budget, table=table
             )
             plain = decoder.with_method("ar")
             for d in (decoder, plain):  # compile and touch everything once
@@ -260,6 +262,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=20, help="prompts a file")
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--budgets", type=int, nargs="*", default=[7])
+    parser.add_argument("--table", default="auto", help="retrieval table to start with: auto, none or a file")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--parts", nargs="*", choices=PARTS, default=["memory", "overhead", "acceptance"])
     parser.add_argument("--out")
@@ -273,7 +276,8 @@ def main() -> None:
         "memory": functools.partial(memory, args.model),
         "overhead": functools.partial(overhead, args.model, args.dtype),
         "acceptance": functools.partial(
-            acceptance, args.model, args.dtype, args.data, args.limit, args.new_tokens, args.budgets
+            acceptance, args.model, args.dtype, args.data, args.limit, args.new_tokens, args.budgets,
+            None if args.table == "none" else args.table,
         ),
         "torch": functools.partial(
             against_torch, args.model, args.new_tokens,

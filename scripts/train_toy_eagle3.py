@@ -55,27 +55,20 @@ def train(name: str, steps: int) -> None:
     optimizer = step.make_optimizer(steps, peak=6e-3)
     state = step.init(optimizer, params)
 
-    def loss(params, batch):
+    def loss(params, batch, step):
         return losses.eagle3_loss(config, params, target, batch, steps=TTT)
 
     advance = jax.jit(functools.partial(step.train_step, loss, optimizer), donate_argnums=0)
     started = time.perf_counter()
     for i in range(steps):
-        state, value, metrics = advance(state, batch())
+        state, value, _, metrics = advance(state, batch())
         if i % 100 == 99:
             accuracy = " ".join(f"{x:.3f}" for x in np.asarray(metrics.accuracy))
             print(f"{name} {i + 1:5d} loss {float(value):.3f} accuracy {accuracy} "
                   f"{time.perf_counter() - started:.0f} s", flush=True)  # fmt: skip
     folder = FOLDER / f"{name}-eagle3"
     shutil.rmtree(folder, ignore_errors=True)
-    stored = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x, state.params)
-    save_eagle3(folder, config, _rows_first(stored))
-
-
-def _rows_first(params: eagle3.Eagle3Params) -> eagle3.Eagle3Params:
-    """bfloat16 weights are kept (out, in)."""
-    linear = ("fc", "q", "k", "v", "o", "gate", "up", "down", "head")
-    return params.replace(**{name: getattr(params, name).T for name in linear})
+    save_eagle3(folder, config, eagle3.to_bfloat16(state.params))
 
 
 def main() -> None:

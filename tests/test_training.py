@@ -86,13 +86,14 @@ def test_a_step_learns_and_leaves_the_vocabulary_map():
     state = step.init(optimizer, params)
     advance = jax.jit(
         lambda state: step.train_step(
-            lambda p, b: losses.eagle3_loss(head, p, target, b, steps=2), optimizer, state, batch
+            lambda p, b, _: losses.eagle3_loss(head, p, target, b, steps=2), optimizer, state, batch
         )
     )
     seen = []
     with jax.numpy_dtype_promotion("standard"):  # optax needs it
         for _ in range(20):
-            state, loss, _ = advance(state)
+            state, loss, norm, _ = advance(state)
             seen.append(float(loss))
+            assert 0 < float(norm) < 1e3
     assert seen[-1] < 0.7 * seen[0] and int(state.step) == 20
     np.testing.assert_array_equal(state.params.draft_to_target, params.draft_to_target)

@@ -40,6 +40,12 @@ def resolve(model: str | Path) -> Path:
     )
 
 
+def asset(model: str, name: str) -> Path | None:
+    """A file or folder that this package carries for a packaged model; None if there is none."""
+    path = Path(__file__).parent.parent / "assets" / model / name
+    return path if model in PACKAGED and path.exists() else None
+
+
 def _packaged(name: str) -> Path:
     package, pattern, command = PACKAGED[name]
     # The package is only looked up: importing it would import what it plugs into.

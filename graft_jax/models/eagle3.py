@@ -78,6 +78,15 @@ def abstract_params(config: Eagle3Config, dtype, *, own_embed: bool = False) -> 
     )  # fmt: skip
 
 
+LINEAR = ("fc", "q", "k", "v", "o", "gate", "up", "down", "head")
+
+
+def to_bfloat16(params: Eagle3Params) -> Eagle3Params:
+    """float32 weights in bfloat16, in its layout. Differentiable."""
+    turned = params.replace(**{name: getattr(params, name).T for name in LINEAR})
+    return jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x, turned)
+
+
 def init_params(config: Eagle3Config, key: Array, dtype, std: float = 0.02) -> Eagle3Params:
     """Random weights: normal with `std`, norms one; drafts the first ids of a reduced vocabulary."""
     leaves, tree = jax.tree.flatten_with_path(abstract_params(config, dtype))
@@ -151,5 +160,9 @@ def finish(
 
 def logits(config: Eagle3Config, params: Eagle3Params, output: Float[Array, "B T M"]) -> Float[Array, "B T Vd"]:
     """Logits over the draft vocabulary, float32, of what `finish` gave."""
-    x = output if config.recurse_normed else rms_norm(output, params.norm, config.rms_norm_eps)
-    return linear(x, params.head)
+    return linear(normed(config, params, output), params.head)
+
+
+def normed(config: Eagle3Config, params: Eagle3Params, output: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
+    """What the head's rows multiply."""
+    return output if config.recurse_normed else rms_norm(output, params.norm, config.rms_norm_eps)

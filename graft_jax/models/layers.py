@@ -4,8 +4,11 @@ Weight layout depends on the dtype, because it decides the speed of a matrix pro
 CPU: float32 weights are stored (in, out), bfloat16 weights (out, in). Products accumulate in float32.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from graft_jax.types import Array, Bool, Float, Int
 
@@ -38,14 +41,56 @@ def matmul(x: Float[Array, "*N I"], weight: Float[Array, "P Q"], contracting: in
             rows.reshape(2, -1), halves, (((1,), (1,)), ((0,), (0,))), precision=jax.lax.Precision.HIGHEST
         )
         return y.sum(axis=0).reshape(*x.shape[:-1], -1)
-    y = jax.lax.dot_general(
-        rows,
-        weight,
-        (((1,), (contracting,)), ((), ())),
+    y = _halves(rows, weight, contracting) if weight.dtype == jnp.bfloat16 else _product2(rows, weight, 1, contracting)
+    return y.reshape(*x.shape[:-1], -1)
+
+
+def _product2(a: Float[Array, "P Q"], b: Float[Array, "X Y"], axis_a: int, axis_b: int) -> Float[Array, "m n"]:
+    return jax.lax.dot_general(
+        a,
+        b,
+        (((axis_a,), (axis_b,)), ((), ())),
         precision=jax.lax.Precision.HIGHEST,
         preferred_element_type=jnp.float32,
     )
-    return y.reshape(*x.shape[:-1], -1)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _halves(rows: Float[Array, "n I"], weight: Float[Array, "P Q"], contracting: int) -> Float[Array, "n O"]:
+    """A product in bfloat16 whose gradients are bfloat16 products too; JAX's own would be mixed ones in float32."""
+    return _product2(rows, weight, 1, contracting)
+
+
+def _halves_forward(rows, weight, contracting):
+    return _product2(rows, weight, 1, contracting), (rows, weight)
+
+
+def _halves_backward(contracting, saved, dy):
+    rows, weight = saved
+    dy = dy.astype(weight.dtype)
+    return (
+        input_gradient(dy, weight, contracting).astype(rows.dtype),
+        weight_gradient(rows, dy, contracting).astype(weight.dtype),
+    )
+
+
+_halves.defvjp(_halves_forward, _halves_backward)
+
+
+def input_gradient(dy: Float[Array, "n O"], weight: Float[Array, "P Q"], contracting: int) -> Float[Array, "n I"]:
+    """The gradient of `matmul` by its rows, float32; both arguments of one dtype."""
+    return _product2(dy, weight, 1, 1 - contracting)
+
+
+def weight_gradient(rows: Float[Array, "n I"], dy: Float[Array, "n O"], contracting: int) -> Float[Array, "P Q"]:
+    """The gradient of `matmul` by its weight, float32, in the weight's layout; both arguments of one dtype."""
+    # XLA:CPU runs a product over both arguments' first axes four times slower than a transposition and one
+    # over adjoining axes, or not at all. The constraint and the barrier keep it from undoing the transposition.
+    turned = rows.T
+    if jax.default_backend() == "cpu":
+        turned = with_layout_constraint(turned, Layout(major_to_minor=(0, 1)))
+    dw = jax.lax.optimization_barrier(_product2(turned, dy, 1, 0))
+    return dw if contracting == 0 else dw.T
 
 
 def rms_norm(x: Float[Array, "*N M"], weight: Float[Array, "M"], eps: float) -> Float[Array, "*N M"]:

@@ -1,6 +1,7 @@
 """The target: a llama, qwen2 or qwen3 decoder as pure functions of its parameters."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import flax.struct
@@ -108,11 +109,12 @@ def forward(
     params: TargetParams,
     tokens: Int[Array, "B T"],
     positions: Int[Array, "B T"],
-    mask: Bool[Array, "B T T"],
+    mask: Bool[Array, "B T T"] | Int[Array, "B T"],
     cache: KVCache,
     cached: Int[Array, "B"],
     taps: tuple[int, ...] = (),
     block: int = 0,
+    attend: Callable = attend,
 ) -> Output:
     """Runs T rows against the committed cache and one another.
 
@@ -125,6 +127,7 @@ def forward(
         taps: layer numbers; tap i is the residual stream before layer i, `num_layers` the one after the
             last layer; never normed.
         block: see `layers.attend`.
+        attend: called as `layers.attend` is; may want another kind of mask.
 
     Returns:
         The rows' final hidden states, taps in the order asked, and keys and values to commit.
@@ -137,7 +140,7 @@ def forward(
     for i, layer in enumerate(params.layers):
         if i in taps:
             tapped[i] = x
-        x, k, v = _layer(config, layer, x, cos, sin, mask, cache.keys[i], cache.values[i], cached, block)
+        x, k, v = _layer(config, layer, x, cos, sin, mask, cache.keys[i], cache.values[i], cached, block, attend)
         keys.append(k)
         values.append(v)
     if len(params.layers) in taps:
@@ -149,18 +152,19 @@ def forward(
     )
 
 
-@functools.partial(jax.jit, static_argnums=(0, 9))
+@functools.partial(jax.jit, static_argnums=(0, 9, 10))
 def _layer(
     config: ModelConfig,
     layer: LayerParams,
     x: Float[Array, "B T M"],
     cos: Float[Array, "B T E2"],
     sin: Float[Array, "B T E2"],
-    mask: Bool[Array, "B T T"],
+    mask: Bool[Array, "B T T"] | Int[Array, "B T"],
     cache_keys: Float[Array, "B K E S"],
     cache_values: Float[Array, "B K S E"],
     cached: Int[Array, "B"],
     block: int,
+    attend: Callable,
 ) -> tuple[Float[Array, "B T M"], Float[Array, "B T K E"], Float[Array, "B T K E"]]:
     """One layer: the residual stream after it, and the rows' keys and values.
 

@@ -56,12 +56,13 @@ class SuccessorTable:
     def init(self) -> tuple[Level, ...]:
         """An empty table."""
 
-        def level(order: int) -> Level:
-            rows = self.num_tokens if order == 1 else 2**self.log2_rows
-            successors = jnp.full((rows, self.width), EMPTY, jnp.int32)
-            return Level(successors, None if order == 1 else jnp.zeros(rows, jnp.uint32))
+        return tuple(self.init_level(order) for order in range(self.order, 0, -1))
 
-        return tuple(level(order) for order in range(self.order, 0, -1))
+    def init_level(self, order: int) -> Level:
+        """An empty level of contexts of so many tokens."""
+        rows = self.num_tokens if order == 1 else 2**self.log2_rows
+        successors = jnp.full((rows, self.width), EMPTY, jnp.int32)
+        return Level(successors, None if order == 1 else jnp.zeros(rows, jnp.uint32))
 
     def pairs(self, levels: tuple[Level, ...]) -> tuple[tuple[Array, Array | None], ...]:
         """The contents as `pallas_kernels.retrieval_lookup` takes them."""

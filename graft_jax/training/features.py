@@ -8,6 +8,7 @@ from graft_jax.config import ModelConfig
 from graft_jax.models import cache as kv
 from graft_jax.models import transformer
 from graft_jax.models.transformer import TargetParams
+from graft_jax.training import attention
 from graft_jax.types import Array, Bool, Float, Int
 
 CHUNK = 256  # rows of logits held at a time
@@ -22,6 +23,8 @@ class Features(flax.struct.PyTreeNode):
         hidden: after the last norm; logits are the head's product with it.
         best: the arg-max token after each position.
         mask: which tokens count as labels (the assistant's).
+        segments: several texts may stand in one row: numbers from 1, 0 where there is none. Texts see only
+            themselves.
     """
 
     tokens: Int[Array, "B S"]
@@ -29,6 +32,33 @@ class Features(flax.struct.PyTreeNode):
     hidden: Float[Array, "B S M"]
     best: Int[Array, "B S"]
     mask: Bool[Array, "B S"]
+    segments: Int[Array, "B S"]
+
+
+def positions(segments: Int[Array, "B S"]) -> Int[Array, "B S"]:
+    """Places within the texts of a row."""
+    index = jnp.broadcast_to(jnp.arange(segments.shape[1])[None, :], segments.shape)
+    first = segments != jnp.pad(segments[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
+    return index - jax.lax.cummax(jnp.where(first, index, 0), axis=1)
+
+
+def _attend_texts(
+    query: Float[Array, "B S H E"],
+    cache_keys: Array,
+    cache_values: Array,
+    cached: Array,
+    keys: Float[Array, "B S K E"],
+    values: Float[Array, "B S K E"],
+    segments: Int[Array, "B S"],
+    block: int,
+) -> Float[Array, "B S H*E"]:
+    """`layers.attend` for whole texts: nothing is cached, and no more than some rows of scores are held."""
+    B, S, H, E = query.shape
+    K = keys.shape[2]
+    q = (query * E**-0.5).reshape(B, S, K, H // K, E).transpose(0, 2, 3, 1, 4)
+    none = jnp.zeros((0, B, K, S, E))
+    out = attention.attend(q, keys.transpose(0, 2, 1, 3), values.transpose(0, 2, 1, 3), none, none, segments)
+    return out.transpose(0, 3, 1, 2, 4).reshape(B, S, H * E)
 
 
 def extract(
@@ -37,16 +67,25 @@ def extract(
     taps: tuple[int, ...],
     tokens: Int[Array, "B S"],
     mask: Bool[Array, "B S"],
+    segments: Int[Array, "B S"] | None = None,
 ) -> Features:
-    """One pass of the target over whole texts; padding belongs behind them and is left out by `mask`."""
+    """One pass of the target over whole texts.
+
+    Args:
+        mask: leaves padding out, which belongs behind the texts.
+        segments: one text a row if None.
+    """
     B, S = tokens.shape
+    if segments is None:
+        segments = jnp.ones((B, S), jnp.int32)
     out = transformer.forward(
         config, params, tokens,
-        positions=jnp.broadcast_to(jnp.arange(S)[None, :], (B, S)),
-        mask=jnp.broadcast_to(jnp.tri(S, dtype=bool)[None], (B, S, S)),
+        positions=positions(segments),
+        mask=segments,
         cache=kv.init(config, B, 1, params.dtype),
         cached=jnp.zeros(B, jnp.int32),
         taps=taps,
+        attend=_attend_texts,
     )  # fmt: skip
 
     def choose(rows: Float[Array, "1 c M"]) -> Int[Array, "1 c"]:
@@ -55,4 +94,4 @@ def extract(
     flat = out.hidden.reshape(B * S, -1)
     chunks = jnp.pad(flat, ((0, -(B * S) % CHUNK), (0, 0))).reshape(-1, 1, CHUNK, flat.shape[1])
     best = jax.lax.map(choose, chunks).reshape(-1)[: B * S].reshape(B, S)
-    return jax.lax.stop_gradient(Features(tokens, out.taps, out.hidden, best, mask))
+    return jax.lax.stop_gradient(Features(tokens, out.taps, out.hidden, best, mask, segments))

@@ -7,9 +7,11 @@ import jax.numpy as jnp
 from graft_jax.models import eagle3
 from graft_jax.models.eagle3 import Eagle3Params, Projected
 from graft_jax.models.eagle3_config import Eagle3Config
-from graft_jax.models.layers import linear
+from graft_jax.models.layers import input_gradient, is_transposed, matmul, weight_gradient
 from graft_jax.models.transformer import TargetParams
-from graft_jax.training.features import CHUNK, Features
+from graft_jax.sampling import first_argmax
+from graft_jax.training import attention
+from graft_jax.training.features import CHUNK, Features, positions
 from graft_jax.types import Array, Bool, Float, Int
 
 DECAY = 0.8  # weight of step j is DECAY ** j
@@ -35,35 +37,41 @@ def eagle3_loss(
 
     Step 0 runs the head on true features; step j + 1 runs it on step j's output and the next true token,
     as drafting does. Row i of step j says the token at i + j + 2, so its label counts where `mask` holds that
-    token; also the target's own choice must lie in the draft vocabulary. The loss of a label is the
-    cross-entropy between the target's softmax, restricted to the draft vocabulary and renormalised, and
-    the head's; a step's loss is the mean over its labels (the reference divides by all rows instead), 0
-    where there are none; the total is the sum of `DECAY`^j times step j's.
+    token and it belongs to the row's text; also the target's own choice must lie in the draft vocabulary. The
+    loss of a label is the cross-entropy between the target's softmax, restricted to the draft vocabulary and
+    renormalised, and the head's; a step's loss is the mean over its labels (the reference divides by all rows
+    instead), 0 where there are none; the total is the sum of `DECAY`^j times step j's.
 
     Args:
+        params: with bfloat16 weights the products, forward and backward, are in bfloat16.
         target: for the embedding and the head; its weights are constants.
         steps: 7 in the reference, 4 in SpecPV's long-context recipe.
     """
-    B, S = batch.tokens.shape
     embed = jax.lax.stop_gradient(target.embed)
-    head = _draft_rows(params, target)
     hidden = eagle3.fuse(config, params, batch.taps)
+    where = positions(batch.segments)
     past: list[Projected] = []
-    losses, accuracies, labels = [], [], []
+    outputs, labels, wanted = [], [], []
+    to_draft = _to_draft(config, params)
     for j in range(steps):
-        tokens = _shift(batch.tokens, j + 1)
-        positions = jnp.broadcast_to(jnp.arange(S)[None, :] + j, (B, S))
-        past.append(eagle3.project(config, params, embed, tokens, hidden, positions))
-        hidden = eagle3.finish(config, params, past[-1].residual, _attend(past))
-        wanted = _shift(batch.mask, j + 2)
-        loss, correct, count = _step_loss(
-            config, params, head, hidden, _shift(batch.hidden, j + 1), _shift(batch.best, j + 1), wanted
-        )
-        losses.append(loss / jnp.maximum(count[0], 1).astype(jnp.float32))
-        accuracies.append(correct.astype(jnp.float32) / jnp.maximum(count[1], 1).astype(jnp.float32))
-        labels.append(count[0])
-    total = (DECAY ** jnp.arange(steps, dtype=jnp.float32) * jnp.stack(losses)).sum()
-    return total, Metrics(jnp.stack(losses), jnp.stack(accuracies), jnp.stack(labels))
+        past.append(eagle3.project(config, params, embed, _shift(batch.tokens, j + 1), hidden, where + j))
+        attended = _attend(past, batch.segments, params.q.dtype)
+        hidden = eagle3.finish(config, params, past[-1].residual, attended)
+        outputs.append(eagle3.normed(config, params, hidden))
+        best = _shift(batch.best, j + 1)
+        labels.append(best if to_draft is None else to_draft[best])
+        wanted.append(_shift(batch.mask, j + 2) & (_shift(batch.segments, j + 2) == batch.segments))
+    asked = jnp.stack(wanted).reshape(steps, -1)
+    label = jnp.stack(labels).reshape(steps, -1)
+    counts = (asked & (label >= 0)).sum(axis=1, dtype=jnp.int32)
+    scale = DECAY ** jnp.arange(steps, dtype=jnp.float32) / jnp.maximum(counts, 1).astype(jnp.float32)
+    M = config.hidden_size
+    total, sums, correct = _distil(
+        jnp.stack(outputs).reshape(steps, -1, M), params.head, _draft_rows(params, target),
+        batch.hidden.reshape(-1, batch.hidden.shape[-1]), label, asked, scale,
+    )  # fmt: skip
+    right = correct.astype(jnp.float32) / jnp.maximum(asked.sum(axis=1), 1).astype(jnp.float32)
+    return total, Metrics(sums / jnp.maximum(counts, 1).astype(jnp.float32), right, counts)
 
 
 def _shift(x: Array, by: int) -> Array:
@@ -80,71 +88,110 @@ def _draft_rows(params: Eagle3Params, target: TargetParams) -> Float[Array, "Vd 
     return jax.lax.stop_gradient(rows if params.draft_to_target is None else rows[params.draft_to_target])
 
 
-def _attend(past: list[Projected]) -> Float[Array, "B S HE"]:
+def _to_draft(config: Eagle3Config, params: Eagle3Params) -> Int[Array, "V"] | None:
+    """Draft ids by target id, -1 where there is none; None where both vocabularies are one."""
+    if params.draft_to_target is None:
+        return None
+    ids = jnp.full(config.vocab_size, -1, jnp.int32)
+    return ids.at[params.draft_to_target].set(jnp.arange(config.draft_vocab_size, dtype=jnp.int32))
+
+
+def _attend(past: list[Projected], segments: Int[Array, "B S"], dtype) -> Float[Array, "B S HE"]:
     """Attention of the last step: causal over step 0, and the same row of every later step, its own too."""
     last = past[-1]
     B, S, H, E = last.query.shape
     K = last.key.shape[2]
-    q = (last.query * E**-0.5).reshape(B, S, K, H // K, E)
-    # Scores of the same row in later steps: one number a step.
-    diagonal = [jnp.einsum("bskge,bske->bkgs", q, step.key)[..., None] for step in past[1:]]
-    size = min(CHUNK, S)
-
-    @jax.checkpoint
-    def rows(start: Int[Array, ""], q: Array, *own: Array) -> Float[Array, "B c HE"]:
-        scores = jnp.einsum("bskge,btke->bkgst", q, past[0].key)
-        seen = start + jnp.arange(size)[:, None] >= jnp.arange(S)[None, :]
-        scores = jnp.where(seen[None, None, None], scores, -jnp.inf)
-        weights = jax.nn.softmax(jnp.concatenate([scores, *own[: len(diagonal)]], axis=-1), axis=-1)
-        out = jnp.einsum("bkgst,btke->bskge", weights[..., :S], past[0].value)
-        for i, value in enumerate(own[len(diagonal) :]):
-            out += jnp.einsum("bkgs,bske->bskge", weights[..., S + i], value)
-        return out.reshape(B, size, H * E)
-
-    pad = -S % size
-    chunks = (S + pad) // size
-
-    def split(x: Array, axis: int) -> Array:
-        """The rows in chunks, chunk first."""
-        x = jnp.pad(x, [(0, pad if i == axis else 0) for i in range(x.ndim)])
-        return jnp.moveaxis(x.reshape(*x.shape[:axis], chunks, size, *x.shape[axis + 1 :]), axis, 0)
-
-    inputs = (split(q, 1), *(split(d, 3) for d in diagonal), *(split(step.value, 1) for step in past[1:]))
-    out = jax.lax.map(lambda args: rows(*args), (jnp.arange(chunks) * size, *inputs))
-    return jnp.moveaxis(out, 0, 1).reshape(B, S + pad, H * E)[:, :S]
+    q = (last.query * E**-0.5).reshape(B, S, K, H // K, E).transpose(0, 2, 3, 1, 4)
+    keys, values = past[0].key.transpose(0, 2, 1, 3), past[0].value.transpose(0, 2, 1, 3)
+    none = jnp.zeros((0, B, K, S, E))
+    own = [(step.key.transpose(0, 2, 1, 3), step.value.transpose(0, 2, 1, 3)) for step in past[1:]]
+    own_keys, own_values = (jnp.stack(x) for x in zip(*own)) if own else (none, none)
+    out = attention.attend(q, keys.astype(dtype), values.astype(dtype), own_keys, own_values, segments)
+    return out.transpose(0, 3, 1, 2, 4).reshape(B, S, H * E)
 
 
-def _step_loss(config, params, head, outputs, hidden, best: Int[Array, "B S"], wanted: Bool[Array, "B S"]):
-    """Sums over a step's labels, a chunk of rows at a time: loss, correct choices, and both counts.
+def _distil(
+    outputs: Float[Array, "J n M"],
+    head: Float[Array, "P Q"],
+    teacher: Float[Array, "Vd Mt"],
+    hidden: Float[Array, "n Mt"],
+    labels: Int[Array, "J n"],
+    wanted: Bool[Array, "J n"],
+    scale: Float[Array, "J"],
+) -> tuple[Float[Array, ""], Float[Array, "J"], Int[Array, "J"]]:
+    """Cross-entropies of all steps against the target's distribution, some rows of logits at a time.
 
-    The second count has the labels outside the draft vocabulary too: no draft can be right there.
+    Row i of step j is taught by row i + j + 1 of `hidden`.
+
+    Args:
+        labels: the target's choices as draft ids, -1 where it lies outside.
+        wanted: rows that count, in the accuracy; in the loss those with a label.
+
+    Returns:
+        The sum over steps of `scale` times the step's sum; the sums; how many choices were right.
     """
-    n = best.size
+    J, n, M = outputs.shape
     pad = -n % CHUNK
+    outputs = jnp.pad(outputs, ((0, 0), (0, pad), (0, 0)))
+    hidden = jnp.pad(hidden, ((0, pad + J), (0, 0)))
+    labels = jnp.pad(labels, ((0, 0), (0, pad)))
+    wanted = jnp.pad(wanted, ((0, 0), (0, pad)))
+    return _fused(outputs, head, teacher, hidden, labels, wanted, scale)
 
-    def chunked(x: Array) -> Array:
-        flat = x.reshape(n, *x.shape[2:])
-        return jnp.pad(flat, [(0, pad)] + [(0, 0)] * (flat.ndim - 1)).reshape(-1, CHUNK, *flat.shape[1:])
 
-    @jax.checkpoint
-    def chunk(carry, x):
-        output, hidden, best, wanted = x
-        teacher = linear(hidden[None], head if head.dtype == jnp.bfloat16 else head.T)[0]
-        logits = eagle3.logits(config, params, output[None])[0]
-        choice = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        if params.draft_to_target is None:
-            known = jnp.ones(best.shape, bool)
-        else:
-            choice = params.draft_to_target[choice]
-            known = (params.draft_to_target[jnp.argmax(teacher, axis=-1)] == best) & wanted
-        known &= wanted
-        entropy = -(jax.nn.softmax(teacher, axis=-1) * jax.nn.log_softmax(logits, axis=-1)).sum(axis=-1)
-        found = (
-            jnp.where(known, entropy, 0.0).sum(),
-            ((choice == best) & wanted).sum(dtype=jnp.int32),
-            jnp.stack([known.sum(dtype=jnp.int32), wanted.sum(dtype=jnp.int32)]),
-        )
-        return jax.tree.map(jnp.add, carry, found), None
+@jax.custom_vjp
+def _fused(outputs, head, teacher, hidden, labels, wanted, scale):
+    return _scan(outputs, head, teacher, hidden, labels, wanted, scale, gradients=False)[0]
 
-    zero = (jnp.float32(0), jnp.int32(0), jnp.zeros(2, jnp.int32))
-    return jax.lax.scan(chunk, zero, tuple(map(chunked, (outputs, hidden, best, wanted))))[0]
+
+def _fused_forward(*args):
+    # The gradient of a cross-entropy by its logits is known with the logits: made now, they need not be kept
+    # nor made twice.
+    return _scan(*args, gradients=True)
+
+
+def _fused_backward(saved, cotangents):
+    by_outputs, by_head = saved
+    g = cotangents[0]  # the sums by step are metrics
+    return (by_outputs.astype(jnp.float32) * g, (by_head * g).astype(by_head.dtype), None, None, None, None, None)
+
+
+_fused.defvjp(_fused_forward, _fused_backward)
+
+
+def _scan(outputs, head, teacher, hidden, labels, wanted, scale, gradients: bool):
+    J, n, M = outputs.shape
+    contracting = 0 if is_transposed(head.dtype) else 1
+
+    def chunk(carry, inputs):
+        start, x, label, asked = inputs
+        taught = jax.lax.dynamic_slice_in_dim(hidden, start + 1, CHUNK + J - 1, axis=0)
+        p = jax.nn.softmax(matmul(taught, teacher, 1), axis=-1)
+        p = jnp.stack([p[j : j + CHUNK] for j in range(J)])
+        rows = x.reshape(J * CHUNK, M).astype(head.dtype)
+        logits = matmul(rows, head, contracting).reshape(J, CHUNK, -1)
+        known = asked & (label >= 0)
+        log_sum = jax.nn.logsumexp(logits, axis=-1)
+        entropy = jnp.where(known, log_sum - (p * logits).sum(axis=-1), 0.0)
+        right = ((first_argmax(logits) == label) & asked).sum(axis=1, dtype=jnp.int32)
+        sums, correct, by_head = carry
+        if not gradients:
+            return (sums + entropy.sum(axis=1), correct + right, by_head), None
+        weight = jnp.where(known, scale[:, None], 0.0)
+        by_logits = (jnp.exp(logits - log_sum[..., None]) - p) * weight[..., None]
+        by_logits = by_logits.reshape(J * CHUNK, -1).astype(head.dtype)
+        by_rows = input_gradient(by_logits, head, contracting).reshape(x.shape).astype(head.dtype)
+        by_head += weight_gradient(rows, by_logits, contracting)
+        return (sums + entropy.sum(axis=1), correct + right, by_head), by_rows
+
+    def split(x: Array) -> Array:
+        """The rows in chunks, chunk first."""
+        return jnp.moveaxis(x.reshape(J, n // CHUNK, CHUNK, *x.shape[2:]), 1, 0)
+
+    zero = (jnp.zeros(J), jnp.zeros(J, jnp.int32), jnp.zeros(head.shape if gradients else ()))
+    inputs = (jnp.arange(n // CHUNK) * CHUNK, split(outputs), split(labels), split(wanted))
+    (sums, correct, by_head), by_rows = jax.lax.scan(chunk, zero, inputs)
+    result = ((scale * sums).sum(), sums, correct)
+    if not gradients:
+        return result, None
+    return result, (jnp.moveaxis(by_rows, 0, 1).reshape(outputs.shape), by_head.astype(head.dtype))

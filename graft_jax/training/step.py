@@ -41,25 +41,25 @@ def init(optimizer: optax.GradientTransformation, params: Any) -> TrainState:
 
 
 def train_step(
-    loss: Callable[[Any, Any], tuple[Float[Array, ""], Any]],
+    loss: Callable[[Any, Any, Int[Array, ""]], tuple[Float[Array, ""], Any]],
     optimizer: optax.GradientTransformation,
     state: TrainState,
     batch: Any,
-) -> tuple[TrainState, Float[Array, ""], Any]:
-    """Loss and metrics of the parameters as they were, and the state after the step.
+) -> tuple[TrainState, Float[Array, ""], Float[Array, ""], Any]:
+    """The state after the step; loss, gradient norm and metrics of the parameters as they were.
 
     Args:
-        loss: (params, batch) -> (loss, metrics).
+        loss: (params, batch, step) -> (loss, metrics).
     """
     trained, fixed = _split(state.params)
 
     def of_trained(trained):
-        return loss(_join(trained, fixed), batch)
+        return loss(_join(trained, fixed), batch, state.step)
 
     (value, metrics), gradients = jax.value_and_grad(of_trained, has_aux=True)(trained)
     updates, optimizer_state = optimizer.update(gradients, state.optimizer, trained)
     params = _join(optax.apply_updates(trained, updates), fixed)
-    return TrainState(params, optimizer_state, state.step + 1), value, metrics
+    return TrainState(params, optimizer_state, state.step + 1), value, optax.tree.norm(gradients), metrics
 
 
 def _split(params: Any) -> tuple[Any, Any]:

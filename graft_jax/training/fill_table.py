@@ -1,0 +1,62 @@
+"""Fills a retrieval table from text: what the target would say at every place of its own answers."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from graft_jax.config import ModelConfig
+from graft_jax.models import transformer
+from graft_jax.models.transformer import TargetParams
+from graft_jax.retrieval import stored
+from graft_jax.retrieval.adjacency import Level, SuccessorTable
+from graft_jax.training import shards
+from graft_jax.training.feature_cache import FeatureSource
+from graft_jax.types import Array, Float
+
+CHUNK = 256  # rows of logits held at a time
+
+
+def observe(
+    config: ModelConfig,
+    params: TargetParams,
+    source: FeatureSource,
+    table: SuccessorTable,
+    batch_rows: int,
+    on_progress: Callable[[int], None] = lambda done: None,
+) -> stored.Observations:
+    """The target's best tokens, with their probabilities, before every trained token of a data set."""
+    rows: shards.Rows = source.rows
+
+    @jax.jit
+    def best(params, hidden: Float[Array, "B S M"]):
+        def chunk(x):
+            logits = transformer.logits(config, params, x[None])[0]
+            # The barrier keeps XLA:CPU from turning a top-k with several readers into a full sort.
+            values, ids = jax.lax.optimization_barrier(jax.lax.top_k(logits, table.width))
+            return ids.astype(jnp.int32), jnp.exp(values - jax.nn.logsumexp(logits, axis=-1, keepdims=True))
+
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        padded = jnp.pad(flat, ((0, -len(flat) % CHUNK), (0, 0))).reshape(-1, CHUNK, flat.shape[1])
+        return jax.tree.map(
+            lambda x: x.reshape(-1, table.width)[: len(flat)].reshape(*hidden.shape[:2], -1), jax.lax.map(chunk, padded)
+        )
+
+    contexts, successors, weights = [], [], []
+    for start in range(0, len(rows), batch_rows):
+        index = np.arange(start, start + batch_rows)
+        ids, shares = map(np.asarray, best(params, source.batch(np.minimum(index, len(rows) - 1)).hidden))
+        for place, row in enumerate(index[index < len(rows)]):
+            segments = rows.segments[row]
+            said = np.append(rows.mask[row, 1:] & (segments[1:] == segments[:-1]), False)
+            contexts.append(stored.contexts_of(rows.tokens[row], segments, table.order)[said])
+            successors.append(ids[place][said])
+            weights.append(shares[place][said])
+        on_progress(min(start + batch_rows, len(rows)))
+    return stored.Observations(np.concatenate(contexts), np.concatenate(successors), np.concatenate(weights))
+
+
+def held(levels: tuple[Level, ...]) -> list[int]:
+    """Rows in use, by level, the shortest context first."""
+    return [int((np.asarray(level.successors)[:, 0] >= 0).sum()) for level in reversed(levels)]

@@ -1,0 +1,145 @@
+"""The training loop: batches in a fixed order, steps, checkpoints, log, evaluation."""
+
+import functools
+import math
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from graft_jax.io.checkpoint import load_target
+from graft_jax.training import evaluate, feature_cache, shards, step
+from graft_jax.training.checkpoints import Checkpoints
+from graft_jax.training.log import RunLog
+from graft_jax.training.run import RunConfig
+
+
+def batch_rows(rows: int, size: int, seed: int, step: int) -> list[int]:
+    """Which rows make up the batch of a step: epochs in orders drawn from the seed, one after the other."""
+    found = []
+    for position in range(step * size, (step + 1) * size):
+        epoch, place = divmod(position, rows)
+        found.append(int(_order(rows, seed, epoch)[place]))
+    return found
+
+
+@functools.lru_cache(maxsize=4)
+def _order(rows: int, seed: int, epoch: int) -> np.ndarray:
+    return np.random.default_rng([seed, epoch]).permutation(rows)
+
+
+def train(run: RunConfig, console: Console) -> dict[str, Any]:
+    """Trains a drafter, or goes on where an interrupted run of the same settings stopped.
+
+    Writes checkpoints, `log.jsonl` and, at the end, the drafter itself under `drafter` in the run's folder.
+
+    Returns:
+        The last evaluation.
+
+    Raises:
+        ValueError: settings or data are wrong, or do not fit what the folder holds.
+        FloatingPointError: a loss or gradient was not finite; names step and batch. The last checkpoint is whole.
+    """
+    rows = shards.read(run.data_folder, "train")
+    manifest = shards.read_manifest(run.data_folder)
+    if not len(rows) or not rows.mask.any():
+        raise ValueError(f"data={run.data!r}: holds nothing to train on")
+    target_config, target, tokenizer = load_target(run.model, dtype=run.dtype)
+    if int(rows.tokens.max()) >= target_config.vocab_size:
+        raise ValueError(f"data={run.data!r}: has ids beyond the vocabulary of {run.model!r}; prepare it for that model")
+    total = run.num_steps(len(rows))
+    facts = feature_cache.facts(target_config, target, manifest)
+    config = run.drafter.config(target_config)
+    source = feature_cache.FeatureSource(target_config, target, config.taps, rows, run.cache_folder, facts)
+
+    optimizer = step.make_optimizer(total, peak=run.peak, warmup=run.warmup, clip=run.clip, decay=run.decay)
+    params = run.drafter.init(config, jax.random.key(run.seed), target_config, target, rows.tokens[rows.mask])
+    state = step.init(optimizer, params)
+    run.folder.mkdir(parents=True, exist_ok=True)
+    checkpoints = Checkpoints(run.folder / "checkpoints", {**run.determining(len(rows)), **facts})
+    if checkpoints.latest is not None:
+        state = checkpoints.restore(state)
+    log = RunLog(run.folder / "log.jsonl", int(state.step))
+    loss = run.drafter.loss(config, target_config, target, run.seed, total)
+    advance = jax.jit(functools.partial(step.train_step, loss, optimizer), donate_argnums=0)
+    trial = evaluate.Evaluation(run, config, target_config, target, tokenizer)
+
+    def assess(state) -> dict[str, Any]:
+        found = trial(state.params)
+        log.write({"kind": "evaluation", "step": int(state.step), "tokens": tokens_at(int(state.step)), **found})
+        return found
+
+    tokens_a_row = float((rows.segments > 0).sum()) / len(rows)
+
+    def tokens_at(done: int) -> int:
+        return round(done * run.batch_rows * tokens_a_row)
+
+    count = sum(x.size for x in jax.tree.leaves(params) if jnp.issubdtype(x.dtype, jnp.floating))
+    console.print(
+        f"{run.name}: {count / 1e6:.1f} M parameters, {total} steps of {run.batch_rows} x {rows.tokens.shape[1]} "
+        f"tokens, {total * run.batch_rows / len(rows):.1f} epochs; step {int(state.step)} is next, in {run.folder}",
+        markup=False, soft_wrap=True,
+    )  # fmt: skip
+    columns = (BarColumn(), TextColumn("{task.completed}/{task.total} {task.description}"), TimeRemainingColumn())
+    found: dict[str, Any] = {}
+    i = int(state.step)
+    try:
+        with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+            task = progress.add_task("", total=total, completed=i)
+            clock, since = time.perf_counter(), i
+            while i < total:
+                indices = batch_rows(len(rows), run.batch_rows, run.seed, i)
+                with jax.numpy_dtype_promotion("standard"):  # optax needs it
+                    state, value, norm, metrics = advance(state, source.batch(indices))
+                if not (math.isfinite(float(value)) and math.isfinite(float(norm))):
+                    raise FloatingPointError(
+                        f"step {i}: loss {float(value)}, gradient norm {float(norm)}; its batch is rows {indices} of "
+                        f"{run.data}; the last whole checkpoint is of step {checkpoints.latest}"
+                    )
+                i += 1
+                if i % run.log_every == 0 or i == total:
+                    now = time.perf_counter()
+                    speed = (tokens_at(i) - tokens_at(since)) / (now - clock)
+                    clock, since = now, i
+                    entry = {"kind": "train", "step": i, "tokens": tokens_at(i), "loss": round(float(value), 5),
+                             "gradient_norm": round(float(norm), 5), **run.drafter.summary(metrics),
+                             "tokens_per_second": round(speed, 1)}  # fmt: skip
+                    log.write(entry)
+                    shown = " ".join(f"{x:.2f}" for x in entry.get("accuracy", []))
+                    line = f"loss {entry['loss']:.3f} accuracy {shown} {speed:.0f} tokens/s"
+                    progress.update(task, completed=i, description=line)
+                if i < total and run.checkpoint_every and i % run.checkpoint_every == 0:
+                    checkpoints.save(i, state)
+                if i < total and run.evaluate_every and i % run.evaluate_every == 0:
+                    found = assess(state)
+                    clock, since = time.perf_counter(), i
+        if checkpoints.latest != total:
+            checkpoints.save(total, state)
+        checkpoints.wait()
+        found = assess(state)
+        export(run, config, state.params)
+    except KeyboardInterrupt:
+        checkpoints.wait()
+        if checkpoints.latest != i:
+            checkpoints.save(i, state)
+            checkpoints.wait()
+        console.print(f"stopped at step {i}; the same command goes on from there")
+        raise
+    finally:
+        log.close()
+        checkpoints.close()
+    return found
+
+
+def export(run: RunConfig, config: Any, params: Any) -> None:
+    """Writes the drafter of a run into its folder, in place of an older one."""
+    folder = run.folder / "drafter"
+    if folder.exists():
+        for file in folder.iterdir():
+            file.unlink()
+    run.drafter.save(folder, config, params)
+

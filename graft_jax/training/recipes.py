@@ -1,0 +1,143 @@
+"""What is particular to a kind of drafter in training: where it starts, its loss, how it is saved and tried."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from graft_jax.config import ModelConfig
+from graft_jax.io.drafter import save_eagle3
+from graft_jax.models import eagle3
+from graft_jax.models.eagle3_config import Eagle3Config
+from graft_jax.models.transformer import TargetParams
+from graft_jax.training import losses, start
+from graft_jax.training.features import Features
+from graft_jax.types import Array, Float, Int
+
+Loss = Callable[[Any, Features, Int[Array, ""]], tuple[Float[Array, ""], Any]]
+
+
+class Recipe(Protocol):
+    """A frozen dataclass of settings."""
+
+    def config(self, target: ModelConfig) -> Any:
+        """The drafter's configuration; has `taps`."""
+        ...
+
+    def init(
+        self, config: Any, key: Array, target_config: ModelConfig, target: TargetParams, tokens: np.ndarray
+    ) -> Any:
+        """Parameters to start from, float32. `tokens` are those that are trained on."""
+        ...
+
+    def loss(self, config: Any, target_config: ModelConfig, target: TargetParams, seed: int, steps: int) -> Loss:
+        """(float32 parameters, batch, step) to the loss and to metrics; products in the target's dtype."""
+        ...
+
+    def summary(self, metrics: Any) -> dict[str, Any]:
+        """Metrics as JSON."""
+        ...
+
+    def stored(self, params: Any) -> Any:
+        """The parameters in bfloat16."""
+        ...
+
+    def save(self, folder: str | Path, config: Any, params: Any) -> None:
+        """Writes float32 parameters as a Hugging Face folder, in bfloat16."""
+        ...
+
+    @property
+    def method(self) -> str:
+        """The method that tries it."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Eagle3Recipe:
+    """An EAGLE-3 head.
+
+    Attributes:
+        draft_vocab_size: the most frequent tokens of what is trained on; the target's vocabulary if None.
+        intermediate_size, taps: the target's and EAGLE's if None.
+        ttt_steps: of the training-time test.
+        start: "target" copies the target's weights as far as shapes allow, "random" does not.
+    """
+
+    draft_vocab_size: int | None = 32000
+    intermediate_size: int | None = None
+    taps: tuple[int, ...] | None = None
+    ttt_steps: int = 7
+    start: str = "target"
+
+    def __post_init__(self):
+        if self.ttt_steps < 1:
+            raise ValueError(f"drafter.ttt_steps={self.ttt_steps} must be at least 1")
+        if self.start not in ("target", "random"):
+            raise ValueError(f"drafter.start={self.start!r} must be 'target' or 'random'")
+
+    method = "eagle3"
+
+    def config(self, target: ModelConfig) -> Eagle3Config:
+        sizes: dict[str, Any] = {"draft_vocab_size": min(self.draft_vocab_size or target.vocab_size, target.vocab_size)}
+        for name in ("intermediate_size", "taps"):
+            if getattr(self, name) is not None:
+                sizes[name] = getattr(self, name)
+        config = Eagle3Config.for_target(target, **sizes)
+        if max(config.taps) > target.num_layers:
+            raise ValueError(f"drafter.taps={list(config.taps)} must be at most {target.num_layers}, the target's layers")
+        return config
+
+    def init(self, config, key, target_config, target, tokens):
+        ids = None
+        if config.draft_vocab_size < config.vocab_size:
+            ids = start.draft_vocabulary(tokens, config.draft_vocab_size, config.vocab_size)
+        if self.start == "target":
+            return start.eagle3_from_target(config, key, target_config, target, ids)
+        params = eagle3.init_params(config, key, jnp.float32)
+        return params if ids is None else params.replace(draft_to_target=jnp.asarray(ids))
+
+    def loss(self, config, target_config, target, seed, steps):
+        half = target.dtype == jnp.bfloat16
+
+        def loss(params, batch, step):
+            cast = eagle3.to_bfloat16(params) if half else params
+            return losses.eagle3_loss(config, cast, target, batch, steps=self.ttt_steps)
+
+        return loss
+
+    def summary(self, metrics: losses.Metrics) -> dict[str, Any]:
+        return {
+            "losses": [round(float(x), 5) for x in metrics.losses],
+            "accuracy": [round(float(x), 5) for x in metrics.accuracy],
+        }
+
+    def stored(self, params):
+        return eagle3.to_bfloat16(params)
+
+    def save(self, folder, config, params):
+        save_eagle3(folder, config, eagle3.to_bfloat16(params))
+
+
+RECIPES: dict[str, type] = {"eagle3": Eagle3Recipe}
+
+
+def read_recipe(settings: Mapping[str, Any]) -> Recipe:
+    """A recipe from its settings: `kind` and the fields of that kind.
+
+    Raises:
+        ValueError: a key or value is wrong; names it.
+    """
+    fields = dict(settings)
+    kind = fields.pop("kind", None)
+    if kind not in RECIPES:
+        raise ValueError(f"drafter.kind={kind!r} must be one of {sorted(RECIPES)}")
+    known = {field.name for field in dataclasses.fields(RECIPES[kind])}
+    unknown = sorted(set(fields) - known)
+    if unknown:
+        raise ValueError(f"drafter: {', '.join(unknown)} not known for {kind}; it takes {', '.join(sorted(known))}")
+    fields = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+    return RECIPES[kind](**fields)
