@@ -63,7 +63,9 @@ def builder(config, policy):
     def run(params, said):
         def step(i, carry):
             root, forwards = carry
-            draft = policy(config, params, said, root, jnp.ones(1, bool))
+            # What the slots say depends on the carry, so that their candidates are not made once for all.
+            now = said.replace(logits=said.logits + jnp.minimum(root, 0).astype(jnp.float32)[:, None, None])
+            draft = policy(config, params, now, root, jnp.ones(1, bool))
             return draft.tree.tokens[:, 1], forwards + draft.forwards
 
         return jax.lax.fori_loop(0, REPEATED, step, (jnp.array([7]), jnp.zeros(1, jnp.int32)))

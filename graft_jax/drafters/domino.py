@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from graft_jax.drafters.dflash import Slots, scored_chain, shared_tree
 from graft_jax.models import domino
 from graft_jax.models.dflash import DominoParams
-from graft_jax.models.layers import linear
+from graft_jax.models.layers import linear, take_rows
 from graft_jax.tree.best_first import BestFirst, grow
 from graft_jax.types import Array, Float, Int
 
@@ -119,8 +119,7 @@ class Corrected:
         # Where next to nothing is left the difference is rough, and does not matter.
         share = jnp.exp(base - total[:, :, None]).sum(axis=-1)
         rest = total + jnp.log(jnp.maximum(1.0 - share, 0.0))
-        # Without the barrier XLA:CPU would convert the whole matrix to float32 instead of the rows taken.
-        rows = jax.lax.optimization_barrier(head.up[tokens])
+        rows = take_rows(head.up, tokens)
         return Slate(tokens, base, rows, hidden_part, total, rest)
 
     def _score(

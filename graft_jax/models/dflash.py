@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from graft_jax.models import rope, transformer
 from graft_jax.models.cache import Block, KVCache
 from graft_jax.models.dflash_config import DFlashConfig
-from graft_jax.models.layers import attend, is_transposed, linear, rms_norm
+from graft_jax.models.layers import attend, is_transposed, linear, rms_norm, take_rows
 from graft_jax.models.transformer import LayerParams
 from graft_jax.types import Array, Float, Int
 
@@ -106,8 +106,7 @@ def hidden(
     model, T, B = config.model, config.block_size, anchor.shape[0]
     H, E, eps = model.num_heads, model.head_dim, model.rms_norm_eps
     tokens = jnp.full((B, T), config.mask_token_id, jnp.int32).at[:, 0].set(anchor)
-    # Without the barrier XLA:CPU would convert the whole embedding to float32 instead of the rows taken.
-    x = jax.lax.optimization_barrier(embed[tokens]).astype(jnp.float32)
+    x = take_rows(embed, tokens).astype(jnp.float32)
     slot = jnp.arange(T)
     positions = length[:, None] + slot[None, :]
     rotation = rope.rotation(model.rope, E, positions)

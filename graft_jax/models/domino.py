@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from graft_jax.models.dflash import DominoParams
-from graft_jax.models.layers import linear, matmul
+from graft_jax.models.layers import linear, matmul, take_rows
 from graft_jax.types import Array, Float, Int
 
 
@@ -21,8 +21,7 @@ def advance(
     params: DominoParams, embed: Float[Array, "V M"], state: Float[Array, "B W G"], tokens: Int[Array, "B W"]
 ) -> Float[Array, "B W G"]:
     """The states after one more token each (`torch.nn.GRU` without biases, gates r, z, n)."""
-    # Without the barrier XLA:CPU would convert the whole embedding to float32 instead of the rows taken.
-    inputs = linear(jax.lax.optimization_barrier(embed[tokens]), params.gru_input)
+    inputs = linear(take_rows(embed, tokens), params.gru_input)
     r_in, z_in, n_in = jnp.split(inputs, 3, axis=-1)
     r_state, z_state, n_state = jnp.split(linear(state, params.gru_state), 3, axis=-1)
     r, z = jax.nn.sigmoid(r_in + r_state), jax.nn.sigmoid(z_in + z_state)

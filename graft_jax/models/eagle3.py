@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from graft_jax.models import rope
 from graft_jax.models.eagle3_config import Eagle3Config
-from graft_jax.models.layers import is_transposed, linear, rms_norm
+from graft_jax.models.layers import is_transposed, linear, rms_norm, take_rows
 from graft_jax.types import Array, Float, Int
 
 
@@ -133,8 +133,7 @@ def project(
     B, T = tokens.shape
     eps = config.rms_norm_eps
     embed = target_embed if params.embed is None else params.embed
-    # Without the barrier XLA:CPU would convert the whole embedding to float32 instead of the rows taken.
-    e = jax.lax.optimization_barrier(embed[tokens]).astype(jnp.float32)
+    e = take_rows(embed, tokens).astype(jnp.float32)
     normed = rms_norm(hidden, params.hidden_norm, eps)
     x = jnp.concatenate([rms_norm(e, params.embed_norm, eps), normed], axis=-1)
     q = linear(x, params.q).reshape(B, T, config.num_heads, config.head_dim)

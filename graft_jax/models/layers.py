@@ -93,6 +93,14 @@ def weight_gradient(rows: Float[Array, "n I"], dy: Float[Array, "n O"], contract
     return dw if contracting == 0 else dw.T
 
 
+def take_rows(table: Float[Array, "V M"], index: Int[Array, "*N"]) -> Float[Array, "*N M"]:
+    """Rows of a matrix, in its dtype."""
+    # XLA:CPU gathers from float32 only, and in a loop it converts a bfloat16 table as a whole and keeps the copy.
+    # Tied to the index, which the loop changes, the conversion stays where only the rows taken need it.
+    table, index = jax.lax.optimization_barrier((table, index))
+    return jax.lax.optimization_barrier(table[index])
+
+
 def rms_norm(x: Float[Array, "*N M"], weight: Float[Array, "M"], eps: float) -> Float[Array, "*N M"]:
     """Root-mean-square norm over the last axis, computed and returned in float32."""
     x = x.astype(jnp.float32)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from graft_jax.config import ModelConfig
 from graft_jax.models import rope
 from graft_jax.models.cache import Block, KVCache
-from graft_jax.models.layers import attend, is_transposed, linear, matmul, rms_norm
+from graft_jax.models.layers import attend, is_transposed, linear, matmul, rms_norm, take_rows
 from graft_jax.types import Array, Bool, Float, Int
 
 
@@ -132,8 +132,7 @@ def forward(
     Returns:
         The rows' final hidden states, taps in the order asked, and keys and values to commit.
     """
-    # Without the barrier XLA:CPU would convert the whole embedding to float32 instead of the rows taken.
-    x = jax.lax.optimization_barrier(params.embed[tokens]).astype(jnp.float32)
+    x = take_rows(params.embed, tokens).astype(jnp.float32)
     cos, sin = rope.rotation(config.rope, config.head_dim, positions)
     tapped: dict[int, Array] = {}
     keys, values = [], []
