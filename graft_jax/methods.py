@@ -223,14 +223,17 @@ def _dflash(context: Context, options: Options) -> Built:
 
 
 def _domino(context: Context, options: Options) -> Built:
-    policy = Corrected(_chain_budget(context, options), "chain", options.candidates or 0, normaliser=options.normaliser)
+    policy = Corrected(
+        _chain_budget(context, options), "chain", options.candidates or 0, normaliser=options.normaliser,
+        kernels=options.kernels,
+    )  # fmt: skip
     return Built(_block(context, options, policy))
 
 
 def _ddtree(context: Context, options: Options) -> Built:
     if options.scoring not in (None, "marginal"):
         raise ValueError(f"scoring={options.scoring!r}: method 'ddtree' is scoring 'marginal'; use 'dominotree'")
-    return Built(_block(context, options, Marginal(_block_budget(context, options))))
+    return Built(_block(context, options, Marginal(_block_budget(context, options), kernels=options.kernels)))
 
 
 def _dominotree(context: Context, options: Options) -> Built:
@@ -271,9 +274,9 @@ def _grafted(
 def _domino_policy(context: Context, options: Options) -> Marginal | Corrected:
     budget, tree = _block_budget(context, options), options.scoring or "path"
     if tree == "marginal":
-        return Marginal(budget)
+        return Marginal(budget, kernels=options.kernels)
     candidates = CANDIDATES if options.candidates is None else options.candidates
-    return Corrected(budget, tree, candidates, normaliser=options.normaliser)
+    return Corrected(budget, tree, candidates, normaliser=options.normaliser, kernels=options.kernels)
 
 
 def _block(

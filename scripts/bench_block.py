@@ -146,10 +146,8 @@ class HostHeap:
         def expand(params, slate, slot, state):
             """The best children of a node, and their states."""
             head, embed = params.drafter.domino, params.target.embed
-            log_probs = policy._score(config.domino.prefix, head, slate, slot, state)
-            values, index = jax.lax.optimization_barrier(jax.lax.top_k(log_probs[:, 0], children))
-            here = jax.lax.dynamic_index_in_dim(slate.tokens, slot, axis=1, keepdims=False)
-            tokens = jnp.take_along_axis(here, index, axis=1)
+            tokens, values = policy._best(config.domino.prefix, head, slate, slot, state, children)
+            tokens, values = tokens[:, 0], values[:, 0]
             states = jnp.broadcast_to(state, (1, children, state.shape[2]))
             return tokens[0], values[0], domino.advance(head, embed, states, tokens)
 

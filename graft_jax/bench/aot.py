@@ -34,6 +34,7 @@ def use_compilers(folder: str | Path) -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # there is no driver to ask
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # nor a TPU's metadata server
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # no chip that two processes could fight for
     os.environ.setdefault("TPU_LIBRARY_PATH", str(folder / "libtpu" / "libtpu.so"))
     for tools in sorted(folder.glob("nvidia/cu*")):
         os.environ["PATH"] = f"{tools / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"

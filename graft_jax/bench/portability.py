@@ -19,7 +19,8 @@ from graft_jax.bench import aot
 from graft_jax.config import ModelConfig
 from graft_jax.decode import MAX_STOP_TOKENS, DecodeSpec
 from graft_jax.drafters.base import Params
-from graft_jax.models import eagle3, transformer
+from graft_jax.models import dflash, eagle3, transformer
+from graft_jax.models.dflash_config import DFlashConfig, DominoConfig
 from graft_jax.models.eagle3_config import Eagle3Config
 from graft_jax.tree import structure
 from graft_jax.tree.structure import DraftTree
@@ -74,9 +75,13 @@ def _published(configs: Path, kind: str, model: str) -> Path | None:
 
 
 def available(configs: Path, method: str, model: str) -> bool:
-    """Whether the drafter that the method needs is published for the model."""
-    head = methods.get(method).head
-    return not head or _published(configs, head, model) is not None
+    """Whether a drafter that the method needs is published for the model."""
+    return not methods.get(method).heads or _head(configs, method, model) is not None
+
+
+def _head(configs: Path, method: str, model: str) -> str | None:
+    """The first kind of head that the method takes and that is published for the model."""
+    return next((kind for kind in methods.get(method).heads if _published(configs, kind, model)), None)
 
 
 def read_model(configs: Path, name: str) -> ModelConfig:
@@ -96,6 +101,13 @@ def read_drafter(configs: Path, kind: str, name: str, model: ModelConfig, small:
     """Configuration and abstract weights of the published drafter of that kind, or of a small one."""
     path = configs / "drafters" / f"{kind}-{name}.json"
     raw = json.loads(path.read_text())
+    if kind != "eagle3":
+        head = DominoConfig(gru_size=64, rank=16, prefix=1, shift=True) if kind == "domino" else None
+        config = (
+            DFlashConfig.for_target(model, num_layers=2, block_size=8, mask_token_id=0, domino=head) if small
+            else DFlashConfig.from_hf(raw, model, where=str(path))
+        )  # fmt: skip
+        return config, dflash.abstract_params(config, DTYPE)
     if small:
         config = Eagle3Config.for_target(model, draft_vocab_size=320)
     else:
@@ -120,7 +132,8 @@ def build(
     """
     config, chosen = read_model(configs, model), methods.get(method)
     config = shrunk(config) if small else config
-    head = read_drafter(configs, chosen.head, model, config, small) if chosen.head else (None, None)
+    kind = _head(configs, method, model)
+    head = (None, None) if kind is None else read_drafter(configs, kind, model, config, small)
     context = methods.Context(config, head[0], small=small, attention_block=0, cache_dtype=DTYPE)
     built = chosen.build(context, methods.Options(**options))
     length = 256 if small else MAX_LENGTH

@@ -66,7 +66,6 @@ def by_stage(spec: DecodeSpec, params: Params, state: DecodeState, calls: int, r
     """
     drafter, root = spec.drafter, state.tokens[jnp.arange(1), state.length]
     active = state.active
-    grafts = isinstance(drafter, Graft)
 
     @jax.jit
     def round_parts(params, state):
@@ -85,11 +84,8 @@ def by_stage(spec: DecodeSpec, params: Params, state: DecodeState, calls: int, r
         # The next path depends on what was written, as in a round.
         return after.replace(reason=state.reason), path + (cache.values[0][0, 0, 0, 0] > 1e30).astype(jnp.int32)
 
-    def update(carry, tree, verdict):
-        drafted, logits = carry
-        return drafted.replace(table=drafter.learn(drafted, tree, verdict, logits)), logits
-
-    model, model_state = (drafter.base, state.draft.base) if grafts else (drafter, state.draft)
+    graft = drafter if isinstance(drafter, Graft) else None
+    model, model_state = (drafter, state.draft) if graft is None else (graft.base, state.draft.base)
     stages: dict[str, tuple[Any, tuple]] = {
         "draft": (lambda root, params, state, length: model.draft(params, state, root, length, active)[0],
                   (root, params, model_state, state.length)),
@@ -101,11 +97,8 @@ def by_stage(spec: DecodeSpec, params: Params, state: DecodeState, calls: int, r
         "observe": (lambda taps, params, state, tree, verdict, logits: model.observe(
             params, state, tree, verdict, taps, logits), (taps, params, model_state, tree, verdict, logits)),
     }  # fmt: skip
-    if grafts:
-        # Parameters are arguments: as constants of the program they would be folded, at length.
-        base, _ = jax.jit(model.draft)(params, model_state, root, state.length, active)
-        stages["build"] = (lambda base, state: drafter.build(state, base).tree, (base, state.draft))
-        stages["update"] = (update, ((state.draft, logits), tree, verdict))
+    if graft is not None:
+        stages |= _graft_stages(graft, state, tree, logits, verdict, model_state, params)
     in_place = ("commit", "update")
     programs = {
         name: (carried if name in in_place else looped)(function, calls) for name, (function, _) in stages.items()
@@ -114,6 +107,25 @@ def by_stage(spec: DecodeSpec, params: Params, state: DecodeState, calls: int, r
         {name: functools.partial(program, *stages[name][1]) for name, program in programs.items()}, repeats
     )
     return {name: value / calls for name, value in seconds.items()}
+
+
+def _graft_stages(graft: Graft, state: DecodeState, tree, logits, verdict, model_state, params):
+    """What `Graft` adds to its base: filling and merging, and the table's update, in place."""
+
+    def update(carry, tree, verdict):
+        drafted, logits = carry
+        return drafted.replace(table=graft.learn(drafted, tree, verdict, logits)), logits
+
+    def draft(params, base_state, state):
+        root = state.tokens[jnp.arange(1), state.length]
+        return graft.base.draft(params, base_state, root, state.length, state.active)[0]
+
+    # Parameters are arguments: as constants of the program they would be folded, at length.
+    base = jax.jit(draft)(params, model_state, state)
+    return {
+        "build": (lambda base, state: graft.build(state, base).tree, (base, state.draft)),
+        "update": (update, ((state.draft, logits), tree, verdict)),
+    }
 
 
 def summary(fused_seconds: float, stages: dict[str, float], plain_seconds: float) -> dict[str, float]:

@@ -21,6 +21,7 @@ from graft_jax.sampling import first_argmax
 from graft_jax.tree.best_first import BestFirst, grow
 from graft_jax.tree.structure import DraftTree, chain, truncate
 from graft_jax.types import Array, Bool, Float, Int
+from pallas_kernels import dispatch, topk_rows
 
 
 class Slots(flax.struct.PyTreeNode):
@@ -145,14 +146,19 @@ class Marginal:
 
     Attributes:
         children: successors of a node; None takes all that could enter the tree.
+        kernels: implementation of the kernels, as in `SuccessorTable`.
     """
 
     budget: int
     children: int | None = None
+    kernels: str | None = None
+
+    def __post_init__(self):
+        dispatch.check(self.kernels)
 
     def __call__(self, config, params, slots, root, active):
         C = min(self.children or self.budget, self.budget, slots.logits.shape[-1])
-        values, tokens = jax.lax.optimization_barrier(jax.lax.top_k(slots.logits, C))
+        values, tokens = topk_rows(slots.logits, C, implementation=self.kernels)
         log_probs = values - jax.nn.logsumexp(slots.logits, axis=-1, keepdims=True)
         return shared_tree(self.budget, root, tokens, log_probs, active)
 

@@ -19,6 +19,7 @@ from graft_jax.models.dflash import DominoParams
 from graft_jax.models.layers import linear, take_rows
 from graft_jax.tree.best_first import BestFirst, grow
 from graft_jax.types import Array, Float, Int
+from pallas_kernels import dispatch, topk_rows, topm_score
 
 
 class Slate(flax.struct.PyTreeNode):
@@ -50,6 +51,7 @@ class Corrected:
         tree: "chain", "greedy-path" or "path" (see the module).
         candidates: M, tokens a slot whose logits are corrected, the best uncorrected ones; 0 corrects all.
         children: successors of a node.
+        kernels: implementation of the kernels, as in `SuccessorTable`.
         normaliser: what probabilities of corrected slots sum over: the candidates ("slice", the papers') or the
             whole vocabulary ("full"; what is no candidate counts with its uncorrected logit).
     """
@@ -59,6 +61,7 @@ class Corrected:
     candidates: int = 64
     children: int = 8
     normaliser: Literal["slice", "full"] = "slice"
+    kernels: str | None = None
 
     def __post_init__(self):
         if self.tree not in ("chain", "greedy-path", "path"):
@@ -67,6 +70,7 @@ class Corrected:
             raise ValueError(f"normaliser={self.normaliser!r} must be 'slice' or 'full'")
         if self.budget < 1 or self.candidates < 0 or self.children < 1:
             raise ValueError(f"{self} needs budget and children of at least 1 and candidates of at least 0")
+        dispatch.check(self.kernels)
 
     def __call__(self, config, params, slots, root, active):
         head, embed = params.drafter.domino, params.target.embed
@@ -77,13 +81,7 @@ class Corrected:
         start = domino.advance(head, embed, zero, root[:, None])
 
         def successors(slot, states) -> tuple[Int[Array, "B W C"], Float[Array, "B W C"]]:
-            log_probs = self._score(config.domino.prefix, head, slate, slot, states)
-            values, index = jax.lax.optimization_barrier(jax.lax.top_k(log_probs, children))
-            if slate.tokens is None:
-                return index, values
-            here = jax.lax.dynamic_index_in_dim(slate.tokens, slot, axis=1)
-            here = jnp.broadcast_to(here, (*index.shape[:2], C))
-            return jnp.take_along_axis(here, index, axis=2), values
+            return self._best(config.domino.prefix, head, slate, slot, states, children)
 
         if self.tree == "path":
 
@@ -113,7 +111,7 @@ class Corrected:
         hidden_part = linear(slots.hidden, head.hidden_down)
         if self.candidates == 0 or self.candidates >= logits.shape[-1]:
             return Slate(None, logits, None, hidden_part, total, jnp.full_like(total, -jnp.inf))
-        _, tokens = jax.lax.optimization_barrier(jax.lax.top_k(logits, self.candidates))
+        _, tokens = topk_rows(logits, self.candidates, implementation=self.kernels)
         tokens = jnp.sort(tokens, axis=-1)  # so that of equal scores the lowest id stands first
         base = jnp.take_along_axis(logits, tokens, axis=-1)
         # Where next to nothing is left the difference is rough, and does not matter.
@@ -122,19 +120,34 @@ class Corrected:
         rows = take_rows(head.up, tokens)
         return Slate(tokens, base, rows, hidden_part, total, rest)
 
-    def _score(
-        self, prefix: int, head: DominoParams, slate: Slate, slot: Int[Array, ""], states: Float[Array, "B W G"]
-    ) -> Float[Array, "B W C"]:
-        """Log-probabilities of a slot's candidates after each of W paths."""
+    def _best(
+        self, prefix: int, head: DominoParams, slate: Slate, slot: Int[Array, ""], states: Float[Array, "B W G"],
+        children: int,
+    ) -> tuple[Int[Array, "B W C"], Float[Array, "B W C"]]:  # fmt: skip
+        """A slot's best successors after each of W paths, and log-probabilities; `prefix` slots stay uncorrected."""
 
         def here(x: Array) -> Array:
             return jax.lax.dynamic_index_in_dim(x, slot, axis=1)
 
-        rows = None if slate.rows is None else here(slate.rows)[:, 0]
-        compressed = domino.compress(head, here(slate.hidden_part), states)
-        corrected = here(slate.base) + domino.correction(head, compressed, rows)
-        mass = jax.nn.logsumexp(corrected, axis=-1)
-        if self.normaliser == "full":
-            mass = jnp.logaddexp(mass, here(slate.rest))
+        full = self.normaliser == "full"
         plain = here(slate.base) - here(slate.total)[:, :, None]
-        return jnp.where(slot < prefix, plain, corrected - mass[:, :, None])
+        if slate.tokens is None or slate.rows is None:
+            corrected = here(slate.base) + domino.correction(
+                head, domino.compress(head, here(slate.hidden_part), states)
+            )
+            log_probs = corrected - jax.nn.logsumexp(corrected, axis=-1)[:, :, None]
+            values, tokens = topk_rows(
+                jnp.where(slot < prefix, plain, log_probs), children, implementation=self.kernels
+            )  # fmt: skip
+            return tokens, values
+        tokens = here(slate.tokens)[:, 0]
+        found, values = topm_score(
+            here(slate.hidden_part)[:, 0], linear(states, head.state_down), here(slate.rows)[:, 0],
+            here(slate.base)[:, 0], tokens, children, rest=here(slate.rest)[:, 0] if full else None,
+            implementation=self.kernels,
+        )  # fmt: skip
+        if not prefix:
+            return found, values
+        plain_values, index = jax.lax.optimization_barrier(jax.lax.top_k(plain, children))
+        plain_tokens = jnp.take_along_axis(tokens[:, None], index, axis=2)
+        return jnp.where(slot < prefix, plain_tokens, found), jnp.where(slot < prefix, plain_values, values)

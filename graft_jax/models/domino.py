@@ -36,13 +36,6 @@ def compress(
     return jax.nn.silu(hidden_part + linear(state, params.state_down))
 
 
-def correction(
-    params: DominoParams, compressed: Float[Array, "B W R"], rows: Float[Array, "B C R"] | None = None
-) -> Float[Array, "B W C"]:
-    """What is added to the base logits, float32, of the candidates whose rows of `up` are given, or of all."""
-    if rows is None:
-        return matmul(compressed, params.up, 1)
-    return jnp.einsum(
-        "bwr,bcr->bwc", compressed.astype(rows.dtype), rows,
-        precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32,
-    )  # fmt: skip
+def correction(params: DominoParams, compressed: Float[Array, "B W R"]) -> Float[Array, "B W V"]:
+    """What is added to the base logits, float32; `pallas_kernels.topm_score` adds it to candidates alone."""
+    return matmul(compressed, params.up, 1)

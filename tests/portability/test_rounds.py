@@ -18,8 +18,11 @@ ROOT = Path(__file__).parent.parent.parent
 CONFIGS = ROOT / "configs"
 CASES = portability.cases(CONFIGS)
 # Kernels that a method's own round must hold on a GPU; what stands here is not taken for granted from the record.
-KERNELS = {"recycling": {"retrieval_lookup", "topk_rows"}, "graft": {"retrieval_lookup", "topk_rows"},
-           "eagle3": {"topk_rows"}}  # fmt: skip
+TABLE = {"retrieval_lookup", "topk_rows"}
+KERNELS = {
+    "recycling": TABLE, "graft": TABLE, "eagle3": {"topk_rows"}, "ddtree": {"topk_rows"}, "domino": {"topk_rows"},
+    "dominotree": {"topk_rows", "topm_score"}, "graft-dflash": TABLE, "graft-dominotree": {*TABLE, "topm_score"},
+}  # fmt: skip
 
 
 @pytest.fixture(scope="session")
