@@ -33,15 +33,12 @@ def add(commands: Any) -> None:
     prepare.add_argument("--keep-loops", action="store_true", help="keep texts that repeat themselves")
     prepare.add_argument("--on-bad-line", default="refuse", choices=("refuse", "skip"))
 
-    train = commands.add_parser(
-        "train", help="train a drafter", formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    train = commands.add_parser("train", help="train a drafter", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     train.set_defaults(run=_train)
     train.add_argument("config", metavar="RUN.yaml", help="see configs/runs")
     train.add_argument("--set", action="append", default=[], metavar="NAME=VALUE",
                        help="another value, e.g. steps=100 or drafter.ttt_steps=4")  # fmt: skip
     train.add_argument("--print-config", action="store_true", help="print the run's settings and stop")
-
 
     fill = commands.add_parser(
         "fill", help="fill a retrieval table from prepared data", formatter_class=argparse.ArgumentDefaultsHelpFormatter
@@ -101,9 +98,9 @@ def _prepare(args: argparse.Namespace, console: Console) -> int:
         manifest = shards.write(args.out, {"train": rows, "held_out": evaluation}, facts)
     split = manifest["splits"]["train"]
     console.print(
-        f"wrote {args.out}: {split['texts']} texts, {split['tokens']} tokens ({split['trained_tokens']} trained on) in "
-        f"{split['rows']} rows, {split['tokens'] / (split['rows'] * args.length):.0%} full; {len(apart)} texts held out; "
-        f"{counts['duplicates']} duplicates and {counts['loops']} loops left out",
+        f"wrote {args.out}: {split['texts']} texts, {split['tokens']} tokens ({split['trained_tokens']} trained on), "
+        f"{split['rows']} rows, {split['tokens'] / (split['rows'] * args.length):.0%} full; "
+        f"{len(apart)} texts held out; {counts['duplicates']} duplicates and {counts['loops']} loops left out",
         markup=False, soft_wrap=True,
     )  # fmt: skip
     return 0
@@ -197,7 +194,8 @@ def _fill(args: argparse.Namespace, console: Console) -> int:
     held = fill_table.held(levels)
     size = Path(args.out).stat().st_size
     console.print(
-        f"wrote {args.out}: {size / 1e6:.1f} MB, from {len(seen.contexts)} tokens; contexts of 1, 2, ... tokens: {held}",
+        f"wrote {args.out}: {size / 1e6:.1f} MB, from {len(seen.contexts)} tokens; "
+        f"contexts of 1, 2, ... tokens: {held}",
         markup=False, soft_wrap=True,
     )  # fmt: skip
     return 0

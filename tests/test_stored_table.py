@@ -106,4 +106,6 @@ def test_a_decoder_starts_with_its_table_and_goes_back_to_it(tmp_path):
 
 
 def on_device(level):
-    return level.replace(successors=jnp.asarray(level.successors), tags=None if level.tags is None else jnp.asarray(level.tags))
+    return level.replace(
+        successors=jnp.asarray(level.successors), tags=None if level.tags is None else jnp.asarray(level.tags)
+    )

@@ -31,7 +31,8 @@ def matmul(x: Float[Array, "*N I"], weight: Float[Array, "P Q"], contracting: in
     """x times weight over the weight's axis `contracting`, accumulated and returned in float32."""
     # Rows are flattened first: with a batch axis XLA:CPU copies the weight to another layout before a loop.
     rows = x.reshape(-1, x.shape[-1]).astype(weight.dtype)
-    if rows.shape[0] == 1 and weight.dtype == jnp.bfloat16:
+    half = weight.dtype == jnp.bfloat16
+    if rows.shape[0] == 1 and half:
         # A bfloat16 matrix product with one row is ten times slower than with two on a CPU.
         return matmul(jnp.repeat(rows, 2, axis=0), weight, contracting)[:1].reshape(*x.shape[:-1], -1)
     if rows.shape[0] == 1 and contracting == 0 and weight.shape[0] % 2 == 0:
@@ -41,7 +42,7 @@ def matmul(x: Float[Array, "*N I"], weight: Float[Array, "P Q"], contracting: in
             rows.reshape(2, -1), halves, (((1,), (1,)), ((0,), (0,))), precision=jax.lax.Precision.HIGHEST
         )
         return y.sum(axis=0).reshape(*x.shape[:-1], -1)
-    y = _halves(rows, weight, contracting) if weight.dtype == jnp.bfloat16 else _product2(rows, weight, 1, contracting)
+    y: Array = _halves(rows, weight, contracting) if half else _product2(rows, weight, 1, contracting)
     return y.reshape(*x.shape[:-1], -1)
 
 

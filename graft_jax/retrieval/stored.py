@@ -104,7 +104,9 @@ def save(path: str | Path, table: SuccessorTable, levels: tuple[Level, ...], fac
             arrays[f"tags_{order}"] = np.asarray(level.tags)[rows]
     settings = {"version": VERSION, **{name: getattr(table, name) for name in _SETTINGS}, **facts}
     buffer = io.BytesIO()
-    np.savez_compressed(buffer, allow_pickle=False, settings=np.frombuffer(json.dumps(settings).encode(), np.uint8), **arrays)
+    np.savez_compressed(
+        buffer, allow_pickle=False, settings=np.frombuffer(json.dumps(settings).encode(), np.uint8), **arrays
+    )
     Path(path).write_bytes(buffer.getvalue())
 
 

@@ -24,9 +24,10 @@ class Checkpoints:
         self.folder = Path(folder).expanduser().absolute()
         self.folder.mkdir(parents=True, exist_ok=True)
         self._settings = json.loads(json.dumps(settings))
+        latest: Any = ocp.training.preservation_policies.LatestN(KEEP)
         self._checkpointer = ocp.training.Checkpointer(
-            self.folder,
-            preservation_policy=ocp.training.preservation_policies.LatestN(KEEP),
+            str(self.folder),
+            preservation_policy=latest,
             cleanup_tmp_directories=True,
         )
 
@@ -66,7 +67,8 @@ class Checkpoints:
         step = self.latest
         where = f"{self.folder}, step {step}"
         found = self._checkpointer.metadata(step)
-        self._check(dict(found.custom_metadata or {}).get("settings", {}), where)
+        facts: Any = found.custom_metadata or {}
+        self._check(facts.get("settings", {}), where)
         names, tree = jax.tree.flatten_with_path(like)
         wanted = {_name(path): leaf for path, leaf in names}
         stored = dict(found.metadata["state"] if "state" in found.metadata else found.metadata)

@@ -45,9 +45,11 @@ class Evaluation:
             values = []
             for start in range(0, len(rows), self._run.batch_rows):
                 index = np.arange(start, start + self._run.batch_rows) % len(rows)
-                value, metrics = self._loss(params, self._source.batch(index), jnp.int32(0))
+                value, metrics = self._loss(params, self._source.batch(index.tolist()), jnp.int32(0))
                 values.append({"loss": float(value), **self._run.drafter.summary(metrics)})
-            found = {f"held_out_{name}": np.mean([v[name] for v in values], axis=0).round(5).tolist() for name in values[0]}
+            found = {
+                f"held_out_{name}": np.mean([v[name] for v in values], axis=0).round(5).tolist() for name in values[0]
+            }
         if self._prompts:
             stored = self._run.drafter.stored(params) if self._run.dtype == "bfloat16" else params
             for nodes in (1, self._run.evaluate_nodes):

@@ -72,7 +72,9 @@ class FeatureSource:
         if not all(self._done(i) for i in index):
             made = self._extract(self._params, tokens=tokens, mask=mask, segments=segments)
             for place, i in enumerate(index):
-                self._put(int(i), [np.asarray(x[place]) for x in (*made.taps, made.hidden)], np.asarray(made.best[place]))
+                self._put(
+                    int(i), [np.asarray(x[place]) for x in (*made.taps, made.hidden)], np.asarray(made.best[place])
+                )
         streams, best = zip(*(self._get(int(i)) for i in index))
         *taps, hidden = (jnp.asarray(np.stack(x)) for x in zip(*streams))
         return Features(tokens, tuple(taps), hidden, jnp.asarray(np.stack(best)), mask, segments)

@@ -46,7 +46,7 @@ def observe(
     contexts, successors, weights = [], [], []
     for start in range(0, len(rows), batch_rows):
         index = np.arange(start, start + batch_rows)
-        ids, shares = map(np.asarray, best(params, source.batch(np.minimum(index, len(rows) - 1)).hidden))
+        ids, shares = map(np.asarray, best(params, source.batch(np.minimum(index, len(rows) - 1).tolist()).hidden))
         for place, row in enumerate(index[index < len(rows)]):
             segments = rows.segments[row]
             said = np.append(rows.mask[row, 1:] & (segments[1:] == segments[:-1]), False)

@@ -50,7 +50,9 @@ def train(run: RunConfig, console: Console) -> dict[str, Any]:
         raise ValueError(f"data={run.data!r}: holds nothing to train on")
     target_config, target, tokenizer = load_target(run.model, dtype=run.dtype)
     if int(rows.tokens.max()) >= target_config.vocab_size:
-        raise ValueError(f"data={run.data!r}: has ids beyond the vocabulary of {run.model!r}; prepare it for that model")
+        raise ValueError(
+            f"data={run.data!r}: has ids beyond the vocabulary of {run.model!r}; prepare it for that model"
+        )
     total = run.num_steps(len(rows))
     facts = feature_cache.facts(target_config, target, manifest)
     config = run.drafter.config(target_config)
@@ -142,4 +144,3 @@ def export(run: RunConfig, config: Any, params: Any) -> None:
         for file in folder.iterdir():
             file.unlink()
     run.drafter.save(folder, config, params)
-

@@ -192,6 +192,6 @@ def _scan(outputs, head, teacher, hidden, labels, wanted, scale, gradients: bool
     inputs = (jnp.arange(n // CHUNK) * CHUNK, split(outputs), split(labels), split(wanted))
     (sums, correct, by_head), by_rows = jax.lax.scan(chunk, zero, inputs)
     result = ((scale * sums).sum(), sums, correct)
-    if not gradients:
+    if by_rows is None:
         return result, None
     return result, (jnp.moveaxis(by_rows, 0, 1).reshape(outputs.shape), by_head.astype(head.dtype))

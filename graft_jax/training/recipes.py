@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -88,7 +87,9 @@ class Eagle3Recipe:
                 sizes[name] = getattr(self, name)
         config = Eagle3Config.for_target(target, **sizes)
         if max(config.taps) > target.num_layers:
-            raise ValueError(f"drafter.taps={list(config.taps)} must be at most {target.num_layers}, the target's layers")
+            raise ValueError(
+                f"drafter.taps={list(config.taps)} must be at most {target.num_layers}, the target's layers"
+            )
         return config
 
     def init(self, config, key, target_config, target, tokens):

@@ -57,7 +57,11 @@ def pack(documents: Sequence[Document], length: int, seed: int) -> tuple[Rows, i
         rows[row].append(i)
         by_room.setdefault(room - size, []).append(row)
     N = len(rows)
-    tokens, segments, mask = np.zeros((N, length), np.int32), np.zeros((N, length), np.int32), np.zeros((N, length), bool)
+    tokens, segments, mask = (
+        np.zeros((N, length), np.int32),
+        np.zeros((N, length), np.int32),
+        np.zeros((N, length), bool),
+    )
     for out, row in enumerate(np.random.default_rng(seed).permutation(N)):
         at = 0
         for segment, i in enumerate(rows[row], 1):

@@ -51,6 +51,8 @@ def eagle3_from_target(
     if ids is not None:
         params = params.replace(draft_to_target=jnp.asarray(ids))
     fitting = {
-        name: jnp.array(value, jnp.float32) for name, value in starts.items() if value.shape == getattr(params, name).shape
+        name: jnp.array(value, jnp.float32)
+        for name, value in starts.items()
+        if value.shape == getattr(params, name).shape
     }
     return params.replace(**fitting)
