@@ -8,6 +8,7 @@ both residual conventions, all norm variants, and llama and qwen3 layers. Its po
 
 import warnings
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -20,6 +21,8 @@ from graft_jax.models.layers import attend
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
+import safetensors.torch  # noqa: E402  (needs torch)
+
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     reference = pytest.importorskip("speculators.models.eagle3")
@@ -121,6 +124,18 @@ def test_the_head_equals_speculators(layer, variant, tmp_path):
     np.testing.assert_allclose(
         our_logits(config, params, embed, features, tokens), their_logits(model, features, tokens), atol=1e-4, rtol=1e-4
     )
+
+
+def test_a_head_in_a_torch_file(tmp_path):
+    """`pytorch_model.bin`, as the first public heads were released."""
+    source, folder = toy.FOLDER / "llama-eagle3", tmp_path / "head"
+    folder.mkdir()
+    (folder / "config.json").write_text((source / "config.json").read_text())
+    torch.save(safetensors.torch.load_file(source / "model.safetensors"), folder / "pytorch_model.bin")
+    target = toy.load("llama")[0]
+    there, here = load_eagle3(source, target, dtype="float32"), load_eagle3(folder, target, dtype="float32")
+    assert there[0] == here[0]
+    jax.tree.map(np.testing.assert_array_equal, there[1], here[1])
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
