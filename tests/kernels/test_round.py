@@ -9,34 +9,38 @@ import toy
 
 from graft_jax import methods
 from graft_jax.engine import SpeculativeDecoder
-from graft_jax.io.drafter import load_eagle3
+from graft_jax.io.block_drafter import load_block_drafter
 from graft_jax.methods import Context, Options
 
 NEW = 24
 
 
+KERNELS = {"recycling": ("retrieval_lookup", "topk_rows"),
+           "graft-dominotree": ("retrieval_lookup", "topk_rows", "topm_score")}  # fmt: skip
+
+
 @functools.cache
 def _world():
     config, params = toy.load("llama")
-    return config, params, load_eagle3(toy.FOLDER / "llama-eagle3", config, dtype="float32")
+    return config, params, load_block_drafter(toy.FOLDER / "domino", config, dtype="float32")
 
 
 def _decoder(method, kernels):
     """With a small table, for an interpreted kernel copies its arrays in every program."""
     config, params, head = _world()
-    context = Context(config, head[0] if method == "graft" else None)
-    built = methods.get(method).build(context, Options(kernels=kernels, budget=5))
-    table = dataclasses.replace(built.drafter.table, log2_rows=6)
-    drafter = dataclasses.replace(built.drafter, table=table)
-    head = head if method == "graft" else None
+    options = Options(kernels=kernels, budget=5, candidates=24)
+    built = methods.get(method).build(Context(config, head[0]), options)
+    drafter = dataclasses.replace(built.drafter, table=dataclasses.replace(built.drafter.table, log2_rows=6))
+    head = head if methods.get(method).heads else None
     return SpeculativeDecoder(
         config, params, None, drafter, max_length=64, method=method, head=head, thresholds=built.thresholds
     )
 
 
-# Each kernel's round once: the table's two kernels under either backend, the head's top-k beside them.
+# The table's two kernels under either backend; all three in one round.
 @pytest.mark.parametrize(
-    "method, kernels", [("recycling", "pallas-triton"), ("recycling", "pallas-tpu"), ("graft", "pallas-triton")]
+    "method, kernels",
+    [("recycling", "pallas-triton"), ("recycling", "pallas-tpu"), ("graft-dominotree", "pallas-triton")],
 )
 def test_kernels_change_no_token(method, kernels):
     prompts = [prompt[-12:] for prompt in toy.safe_prompts("llama", 2)]
@@ -49,7 +53,7 @@ def test_kernels_change_no_token(method, kernels):
             made[name] = decoder.generate(prompts, max_new_tokens=NEW, ignore_eos=True)
         assert [out.token_ids for out in made[name]] == wanted.tolist()
         assert np.mean([out.stats.mean_acceptance_length for out in made[name]]) > 1.3
-        assert made[name][0].stats.policy["kernels"] == dict.fromkeys(("retrieval_lookup", "topk_rows"), name)
+        assert made[name][0].stats.policy["kernels"] == dict.fromkeys(KERNELS[method], name)
     accepted = [[out.stats.accepted for out in outs] for outs in made.values()]
     assert accepted[0] == accepted[1]
 
