@@ -22,7 +22,7 @@ from graft_jax.engine import SpeculativeDecoder
 from graft_jax.io.checkpoint import load_target
 from graft_jax.io.drafter import load_eagle3
 from graft_jax.models import eagle3
-from graft_jax.training import feature_cache, loop, shards
+from graft_jax.training import feature_cache, loop, plot, shards
 from graft_jax.training.log import read_log
 from graft_jax.training.run import read_run
 
@@ -223,3 +223,11 @@ def test_the_command_line_trains_and_prints(prepared, tmp_path, capsys):
     assert "ttt_steps=3" in capsys.readouterr().err
     assert cli.main(["train", str(prepared / "toy.yaml"), *sets]) == 0
     assert json.loads((tmp_path / "drafter" / "config.json").read_text())["draft_vocab_size"] == 256
+
+
+def test_plot(undisturbed, tmp_path):
+    pytest.importorskip("matplotlib")
+    assert cli.main(["plot", str(undisturbed), "--out", str(tmp_path / "a.png")]) == 0
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="has no log.jsonl"):
+        plot.plot([tmp_path], tmp_path / "b.png")
