@@ -1,4 +1,4 @@
-"""The command line: `graft-jax generate | calibrate | prepare | train | convert | info`."""
+"""The command line: `graft-jax generate | calibrate | prepare | train | fill | plot | convert | info`."""
 
 import argparse
 import json

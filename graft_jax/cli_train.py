@@ -1,4 +1,4 @@
-"""`graft-jax prepare`, `graft-jax train` and `graft-jax fill`."""
+"""`graft-jax prepare`, `train`, `fill` and `plot`."""
 
 import argparse
 import time
@@ -54,6 +54,12 @@ def add(commands: Any) -> None:
     fill.add_argument("--features", metavar="FOLDER", help="cached features of a run on the same data, if there are")
     fill.add_argument("--taps", type=int, nargs="*", help="with --features: the run's taps; EAGLE-3's if none")
     fill.add_argument("--batch-rows", type=int, default=8, metavar="N")
+
+
+    plot = commands.add_parser("plot", help="plot loss and acceptance of training runs against tokens")
+    plot.set_defaults(run=_plot)
+    plot.add_argument("runs", nargs="+", metavar="FOLDER", help="folders of runs")
+    plot.add_argument("--out", default="training.png", metavar="FILE.png")
 
 
 def _prepare(args: argparse.Namespace, console: Console) -> int:
@@ -117,8 +123,8 @@ def _written(args: argparse.Namespace, console: Console) -> list[Any]:
         batch=args.batch, answer_tokens=args.answer_tokens, temperatures=tuple(args.temperatures), seed=args.seed
     )
     topics = self_write.read_topics(args.topics) if args.topics else []
-    # A little longer than what is written, for prompts.
-    length = 2 * settings.answer_tokens if args.regenerate else settings.answer_tokens + 128
+    # Room for the prompt: a written turn with its header, or what a row holds.
+    length = settings.answer_tokens + (args.length if args.regenerate else settings.turn_tokens + 128)
     decoder = SpeculativeDecoder.from_pretrained(args.model, method="ar", dtype=args.dtype, max_length=length)
     base, jobs = Path(args.out), {}
     if args.self_instruct:
@@ -198,4 +204,12 @@ def _fill(args: argparse.Namespace, console: Console) -> int:
         f"contexts of 1, 2, ... tokens: {held}",
         markup=False, soft_wrap=True,
     )  # fmt: skip
+    return 0
+
+
+def _plot(args: argparse.Namespace, console: Console) -> int:
+    from graft_jax.training.plot import plot
+
+    plot(args.runs, args.out)
+    console.print(f"wrote {args.out}", markup=False)
     return 0

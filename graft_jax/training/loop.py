@@ -11,7 +11,9 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from graft_jax.config import ModelConfig
 from graft_jax.io.checkpoint import load_target
+from graft_jax.models.transformer import TargetParams
 from graft_jax.training import evaluate, feature_cache, shards, step
 from graft_jax.training.checkpoints import Checkpoints
 from graft_jax.training.log import RunLog
@@ -57,10 +59,7 @@ def train(run: RunConfig, console: Console) -> dict[str, Any]:
     facts = feature_cache.facts(target_config, target, manifest)
     config = run.drafter.config(target_config)
     source = feature_cache.FeatureSource(target_config, target, config.taps, rows, run.cache_folder, facts)
-
-    optimizer = step.make_optimizer(total, peak=run.peak, warmup=run.warmup, clip=run.clip, decay=run.decay)
-    params = run.drafter.init(config, jax.random.key(run.seed), target_config, target, rows.tokens[rows.mask])
-    state = step.init(optimizer, params)
+    optimizer, state = _start(run, config, target_config, target, rows)
     run.folder.mkdir(parents=True, exist_ok=True)
     checkpoints = Checkpoints(run.folder / "checkpoints", {**run.determining(len(rows)), **facts})
     if checkpoints.latest is not None:
@@ -80,7 +79,7 @@ def train(run: RunConfig, console: Console) -> dict[str, Any]:
     def tokens_at(done: int) -> int:
         return round(done * run.batch_rows * tokens_a_row)
 
-    count = sum(x.size for x in jax.tree.leaves(params) if jnp.issubdtype(x.dtype, jnp.floating))
+    count = sum(x.size for x in jax.tree.leaves(state.params) if jnp.issubdtype(x.dtype, jnp.floating))
     console.print(
         f"{run.name}: {count / 1e6:.1f} M parameters, {total} steps of {run.batch_rows} x {rows.tokens.shape[1]} "
         f"tokens, {total * run.batch_rows / len(rows):.1f} epochs; step {int(state.step)} is next, in {run.folder}",
@@ -135,6 +134,33 @@ def train(run: RunConfig, console: Console) -> dict[str, Any]:
         log.close()
         checkpoints.close()
     return found
+
+
+def restore(run: RunConfig) -> step.TrainState:
+    """The newest state of a run, e.g. to export it again.
+
+    Raises:
+        ValueError: there is none, or it is of other settings.
+    """
+    rows = shards.read(run.data_folder, "train")
+    target_config, target, _ = load_target(run.model, dtype=run.dtype)
+    facts = feature_cache.facts(target_config, target, shards.read_manifest(run.data_folder))
+    state = _start(run, run.drafter.config(target_config), target_config, target, rows)[1]
+    checkpoints = Checkpoints(run.folder / "checkpoints", {**run.determining(len(rows)), **facts})
+    if checkpoints.latest is None:
+        raise ValueError(f"{run.folder}: has no checkpoint")
+    state = checkpoints.restore(state)
+    checkpoints.close()
+    return state
+
+
+def _start(run: RunConfig, config: Any, target_config: ModelConfig, target: TargetParams, rows: shards.Rows):
+    """Optimizer and state of a run's beginning."""
+    total = run.num_steps(len(rows))
+    optimizer = step.make_optimizer(total, peak=run.peak, warmup=run.warmup, clip=run.clip, decay=run.decay)
+    tokens = rows.tokens[rows.mask]
+    params = run.drafter.init(config, jax.random.key(run.seed), target_config, target, tokens)
+    return optimizer, step.init(optimizer, params)
 
 
 def export(run: RunConfig, config: Any, params: Any) -> None:

@@ -1,0 +1,233 @@
+"""A toy head from prepared data to its exported folder: resume, refusals, evaluation, export."""
+
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+from rich.console import Console
+from test_train_data import MODEL, write_lines
+
+from graft_jax import cli
+from graft_jax.engine import SpeculativeDecoder
+from graft_jax.io.checkpoint import load_target
+from graft_jax.io.drafter import load_eagle3
+from graft_jax.models import eagle3
+from graft_jax.training import feature_cache, loop, plot, shards
+from graft_jax.training.log import read_log
+from graft_jax.training.run import read_run
+
+STEPS = 40
+RUN = f"""
+model: {MODEL}
+data: DATA
+drafter: {{kind: eagle3, draft_vocab_size: 256, ttt_steps: 3}}
+dtype: float32
+batch_rows: 8
+steps: {STEPS}
+peak: 4.0e-3
+log_every: 1
+checkpoint_every: 7
+evaluate_every: 0
+evaluate_prompts: 6
+evaluate_tokens: 24
+"""
+QUIET = Console(file=open(os.devnull, "w"))  # noqa: SIM115
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    lines = write_lines(folder / "lines.jsonl", 400)
+    command = ["prepare", str(lines), "--model", MODEL, "--length", "64", "--held-out", "0.1", "--keep-loops"]
+    assert cli.main([*command, "--out", str(folder / "toy")]) == 0
+    (folder / "toy.yaml").write_text(RUN.replace("DATA", str(folder / "toy")))
+    return folder
+
+
+def settings(prepared: Path, out: Path, **more):
+    return read_run(prepared / "toy.yaml", {"out": str(out), **more})
+
+
+@pytest.fixture(scope="module")
+def undisturbed(prepared, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("run")
+    loop.train(settings(prepared, out), QUIET)
+    return out
+
+
+def weights(out: Path) -> bytes:
+    return (out / "drafter" / "model.safetensors").read_bytes()
+
+
+def lines(out: Path) -> list[dict]:
+    return [{k: v for k, v in entry.items() if k != "tokens_per_second"} for entry in read_log(out / "log.jsonl")]
+
+
+def test_it_learns_and_first_slot_acceptance_is_the_accuracy(undisturbed):
+    entries = lines(undisturbed)
+    assert [entry["step"] for entry in entries if entry["kind"] == "train"] == list(range(1, STEPS + 1))
+    assert entries[STEPS - 1]["loss"] < 0.75 * entries[0]["loss"]
+    last = entries[-1]
+    assert last["kind"] == "evaluation" and last["acceptance_length"] > 1.3
+    assert abs(last["first_slot_acceptance"] - last["held_out_accuracy"][0]) < 0.12  # of 144 tokens
+    assert last["acceptance_length"] > 1 + last["first_slot_acceptance"]
+
+
+def test_same_seed_same_losses_online_or_cached_another_seed_others(prepared, undisturbed, tmp_path):
+    loop.train(settings(prepared, tmp_path / "online", features="online"), QUIET)
+    assert lines(tmp_path / "online") == lines(undisturbed) and weights(tmp_path / "online") == weights(undisturbed)
+    assert not (tmp_path / "online" / "features").exists()
+    loop.train(settings(prepared, tmp_path / "other", seed=1, steps=2, evaluate_prompts=0), QUIET)
+    assert lines(tmp_path / "other")[0]["loss"] != lines(undisturbed)[0]["loss"]
+
+
+class Crash(BaseException):
+    """Not caught by anything, as a kill is not."""
+
+
+def test_crashes_anywhere_end_in_the_same_weights(prepared, undisturbed, tmp_path, monkeypatch):
+    run = settings(prepared, tmp_path)
+    whole = feature_cache.FeatureSource.batch
+    calls = 0
+
+    def batch(self, indices):
+        nonlocal calls
+        calls += 1
+        if calls in crashes and self.folder is not None:
+            raise Crash
+        return whole(self, indices)
+
+    crashes = {3, 15, 16, 40}
+    monkeypatch.setattr(feature_cache.FeatureSource, "batch", batch)
+    for _ in crashes:
+        with pytest.raises(Crash):
+            loop.train(run, QUIET)
+    loop.train(run, QUIET)
+    assert weights(tmp_path) == weights(undisturbed) and lines(tmp_path) == lines(undisturbed)
+
+
+@pytest.mark.slow
+def test_ten_kills_end_in_the_same_weights(prepared, undisturbed, tmp_path):
+    command = [sys.executable, "-m", "graft_jax.cli", "train", str(prepared / "toy.yaml"), "--set", f"out={tmp_path}",
+               "--set", "checkpoint_every=2"]  # fmt: skip
+    rng, kills = np.random.default_rng(0), 0
+    while kills < 10:
+        process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        wanted = rng.integers(1, 4)
+        log = tmp_path / "log.jsonl"
+        seen = len(log.read_text().splitlines()) if log.exists() else 0
+        while process.poll() is None:  # some steps after it began to work, at any moment within one
+            now = len(log.read_text().splitlines()) if log.exists() else 0
+            if now != seen and now >= wanted + max(0, seen - 2):
+                break
+            time.sleep(0.02)
+        time.sleep(rng.uniform(0, 0.2))
+        if process.poll() is not None:
+            break
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        kills += 1
+    assert kills == 10
+    assert subprocess.run(command, stderr=subprocess.DEVNULL).returncode == 0
+    assert weights(tmp_path) == weights(undisturbed)
+
+
+def test_other_settings_are_refused_by_name(prepared, undisturbed):
+    for change, message in (
+        ({"peak": 1e-3}, "peak: 0.004 there, 0.001 here"),
+        ({"drafter.ttt_steps": 2}, "drafter: .*ttt_steps.*3.*there.*2.*here"),
+        ({"steps": STEPS + 1}, f"steps: {STEPS} there"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            loop.train(settings(prepared, undisturbed, **change), QUIET)
+    with pytest.raises(ValueError, match=r"taps: \[.*\] there, \[1, 2\] here"):
+        loop.train(settings(prepared, undisturbed, **{"drafter.taps": [1, 2]}), QUIET)
+
+
+def test_a_loss_that_is_not_finite_stops_and_names_step_and_batch(prepared, tmp_path):
+    run = settings(prepared, tmp_path, peak=1e30, warmup=0.5, checkpoint_every=1, clip=1e30)
+    with pytest.raises(FloatingPointError, match=r"step \d+: loss .* its batch is rows \[\d+.* of step [1-9]"):
+        loop.train(run, QUIET)
+    assert all(np.isfinite(entry["loss"]) for entry in lines(tmp_path))
+    checkpoint = sorted((tmp_path / "checkpoints").iterdir(), key=lambda p: int(p.name))[-1]
+    assert int(checkpoint.name) == len(lines(tmp_path))
+
+
+def test_export_reads_back_to_the_same_logits(prepared, undisturbed):
+    config, target, _ = load_target(MODEL, dtype="bfloat16")
+    run = settings(prepared, undisturbed)
+    head_config = run.drafter.config(config)
+    kept = loop.restore(run)
+    read_config, read = load_eagle3(undisturbed / "drafter", config, dtype="bfloat16")
+    assert read_config == head_config
+    mine = run.drafter.stored(kept.params)
+    for a, b in zip(jax.tree.leaves(mine), jax.tree.leaves(read), strict=True):
+        np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+    taps = tuple(jnp.ones((1, 5, config.hidden_size)) * i for i in (1.0, 2.0, 3.0))
+    fused = functools.partial(eagle3.fuse, head_config)
+    np.testing.assert_array_equal(fused(mine, taps), fused(read, taps))
+    decoder = SpeculativeDecoder.from_pretrained(
+        MODEL, method="eagle3", drafter=undisturbed / "drafter", dtype="float32", max_length=128
+    )
+    prompt = toy.Language(0).rows(np.random.default_rng(9), 1, 12)[0][0].tolist()
+    out = decoder.generate(prompt, max_new_tokens=60, ignore_eos=True)
+    plain = decoder.with_method("ar").generate(prompt, max_new_tokens=60, ignore_eos=True)
+    assert out.token_ids == plain.token_ids and out.stats.mean_acceptance_length > 1.3
+
+
+def test_features_of_another_target_are_refused(prepared, tmp_path):
+    config, target, _ = load_target(MODEL, dtype="float32")
+    rows = shards.read(prepared / "toy", "train")
+    manifest = shards.read_manifest(prepared / "toy")
+    make = functools.partial(feature_cache.FeatureSource, taps=(1, 2), rows=rows, folder=tmp_path / "f")
+    facts = feature_cache.facts(config, target, manifest)
+    source = make(config, target, facts=facts)
+    first, again = source.batch([3, 5]), source.batch([3, 5])
+    for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(again)):
+        np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+    changed = target.replace(norm=target.norm * 1.01)
+    with pytest.raises(ValueError, match="was made by another run .target:"):
+        make(config, changed, facts=feature_cache.facts(config, changed, manifest))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"featurs": "online"}, "featurs not known"),
+        ({"drafter.kind": "egle"}, "drafter.kind='egle' must be one of"),
+        ({"drafter.ttt": 3}, "drafter: ttt not known"),
+        ({"batch_rows": 0}, "batch_rows=0"),
+        ({"steps": "many"}, "steps|many"),
+        ({"drafter.taps": [99]}, "taps"),
+    ],
+)
+def test_run_files_say_what_is_wrong(prepared, tmp_path, change, message):
+    with pytest.raises(ValueError, match=message):
+        run = settings(prepared, tmp_path, **change)
+        loop.train(run, QUIET)
+
+
+def test_the_command_line_trains_and_prints(prepared, tmp_path, capsys):
+    sets = ["--set", f"out={tmp_path}", "--set", "steps=2", "--set", "evaluate_prompts=0"]
+    assert cli.main(["train", str(prepared / "toy.yaml"), "--print-config", *sets]) == 0
+    assert "ttt_steps=3" in capsys.readouterr().err
+    assert cli.main(["train", str(prepared / "toy.yaml"), *sets]) == 0
+    assert json.loads((tmp_path / "drafter" / "config.json").read_text())["draft_vocab_size"] == 256
+
+
+def test_plot(undisturbed, tmp_path):
+    pytest.importorskip("matplotlib")
+    assert cli.main(["plot", str(undisturbed), "--out", str(tmp_path / "a.png")]) == 0
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="has no log.jsonl"):
+        plot.plot([tmp_path], tmp_path / "b.png")
