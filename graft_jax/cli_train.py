@@ -55,7 +55,6 @@ def add(commands: Any) -> None:
     fill.add_argument("--taps", type=int, nargs="*", help="with --features: the run's taps; EAGLE-3's if none")
     fill.add_argument("--batch-rows", type=int, default=8, metavar="N")
 
-
     plot = commands.add_parser("plot", help="plot loss and acceptance of training runs against tokens")
     plot.set_defaults(run=_plot)
     plot.add_argument("runs", nargs="+", metavar="FOLDER", help="folders of runs")

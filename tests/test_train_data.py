@@ -60,13 +60,20 @@ def test_an_answer_that_cannot_be_told_is_an_error(checkpoint, template, message
 @pytest.mark.heavy
 def test_all_kinds_of_lines_and_their_errors(checkpoint, tmp_path):
     share_gpt = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello."}]
-    good = [{"messages": TALK}, {"conversations": share_gpt}, {"text": "Plain."}, {"prompt_ids": [1], "response_ids": [5, 2]}]
+    good = [
+        {"messages": TALK},
+        {"conversations": share_gpt},
+        {"text": "Plain."},
+        {"prompt_ids": [1], "response_ids": [5, 2]},
+    ]
     bad = ["{", "[]", '{"messages": []}', '{"prompt_ids": [1], "response_ids": []}', '{"prompt_ids": [99999999]}', "{}"]
     path = tmp_path / "mixed.jsonl.gz"
     with gzip.open(path, "wt") as file:
         file.write("\n".join([*map(json.dumps, good), "", *bad]))
     messages = []
-    read = list(data.read_documents(path, checkpoint.tokenizer, checkpoint.config, on_bad_line="skip", report=messages.append))
+    read = list(
+        data.read_documents(path, checkpoint.tokenizer, checkpoint.config, on_bad_line="skip", report=messages.append)
+    )
     assert len(read) == 4 and read[3].ids.tolist() == [1, 5, 2] and read[3].mask.tolist() == [False, True, True]
     assert [int(m.split("jsonl.gz:")[1].split(":")[0]) for m in messages] == [6, 7, 8, 9, 10, 11]
     with pytest.raises(ValueError, match="jsonl.gz:6: "):
@@ -111,7 +118,9 @@ def test_packing_keeps_every_text_whole_and_full_rows():
 def write_lines(path, count: int = 60, seed: int = 0):
     rng = np.random.default_rng(seed)
     rows = toy.Language(0).rows(rng, count, 40)[0]
-    path.write_text("".join(json.dumps({"prompt_ids": r[:8].tolist(), "response_ids": r[8:].tolist()}) + "\n" for r in rows))
+    path.write_text(
+        "".join(json.dumps({"prompt_ids": r[:8].tolist(), "response_ids": r[8:].tolist()}) + "\n" for r in rows)
+    )
     return path
 
 
