@@ -2,7 +2,6 @@
 
 import functools
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -41,7 +40,15 @@ evaluate_every: 0
 evaluate_prompts: 6
 evaluate_tokens: 24
 """
-QUIET = Console(file=open(os.devnull, "w"))  # noqa: SIM115
+QUIET = Console(quiet=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_compilation_cache():
+    """XLA:CPU once crashed while it read a training program back from the cache that the workers share."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    yield
+    jax.config.update("jax_enable_compilation_cache", True)
 
 
 @pytest.fixture(scope="module")
