@@ -34,7 +34,8 @@ test-parity: $(VENV)/.setup-test $(VENV)/.setup-parity
 	$(PIP) install --no-deps dflash==0.1.0 speculators==0.9.0 hs-connectors==0.9.0
 	$(BIN)/python -m pytest -m parity $(ARGS)
 
-# Compilers for GPU and TPU in a folder of their own: beside jax they would be taken for devices.
+# Compilers for GPU and TPU in a folder of their own: beside jax they would be taken for devices. Other tests are not
+# collected, for some start a backend on import, before the compilers are found.
 $(VENV)/.setup-portability: $(VENV)/.setup-test
 	JAXLIB=$$($(BIN)/python -c 'import jaxlib; print(jaxlib.__version__)') && \
 	$(PIP) install --no-deps --upgrade --target $(VENV)/portability "jax-cuda13-plugin<=$$JAXLIB" \
@@ -42,7 +43,7 @@ $(VENV)/.setup-portability: $(VENV)/.setup-test
 	touch $@
 
 test-portability: $(VENV)/.setup-portability
-	PORTABILITY_COMPILERS=$(VENV)/portability $(BIN)/python -m pytest -m portability -n 2 $(ARGS)
+	PORTABILITY_COMPILERS=$(VENV)/portability $(BIN)/python -m pytest -m portability -n 2 tests/portability $(ARGS)
 
 lint: $(VENV)/.setup-lint
 	$(BIN)/ruff check .
