@@ -1,5 +1,7 @@
 """Strict JAX for every test: no silent promotion of dtypes or ranks; shapes of annotations are checked."""
 
+import functools
+import gc
 import os
 from pathlib import Path
 
@@ -25,8 +27,27 @@ def _unchecked_struct(cls=None, **options):
 
 
 _struct, flax.struct.dataclass = flax.struct.dataclass, _unchecked_struct
+MAPPINGS = 20_000  # Linux gives a process 65,530
 CHECKED = ("models", "tree", "retrieval", "drafters", "sampling", "verify", "decode")
 jaxtyping.install_import_hook([f"graft_jax.{name}" for name in CHECKED], "beartype.beartype")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_mappings(request):
+    """Frees a module's programs behind it: each holds memory mappings, and a process that runs out of them crashes."""
+    yield
+    if mappings() > MAPPINGS:
+        for value in vars(request.module).values():
+            if isinstance(value, functools._lru_cache_wrapper):  # decoders that the module's tests share
+                value.cache_clear()
+        jax.clear_caches()
+        gc.collect()
+
+
+def mappings() -> int:
+    """Memory mappings of this process; 0 where they cannot be counted."""
+    maps = Path("/proc/self/maps")
+    return len(maps.read_text().splitlines()) if maps.exists() else 0
 
 
 @pytest.fixture

@@ -43,14 +43,6 @@ evaluate_tokens: 24
 QUIET = Console(quiet=True)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def no_compilation_cache():
-    """XLA:CPU once crashed while it read a training program back from the cache that the workers share."""
-    jax.config.update("jax_enable_compilation_cache", False)
-    yield
-    jax.config.update("jax_enable_compilation_cache", True)
-
-
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("data")
