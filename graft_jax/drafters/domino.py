@@ -20,6 +20,7 @@ from graft_jax.models.layers import linear, take_rows
 from graft_jax.tree.best_first import BestFirst, grow
 from graft_jax.types import Array, Float, Int
 from pallas_kernels import dispatch, topk_rows, topm_score
+from pallas_kernels.topk_rows import reference
 
 
 class Slate(flax.struct.PyTreeNode):
@@ -148,6 +149,6 @@ class Corrected:
         )  # fmt: skip
         if not prefix:
             return found, values
-        plain_values, index = jax.lax.optimization_barrier(jax.lax.top_k(plain, children))
+        plain_values, index = reference.topk_rows(plain, children)
         plain_tokens = jnp.take_along_axis(tokens[:, None], index, axis=2)
         return jnp.where(slot < prefix, plain_tokens, found), jnp.where(slot < prefix, plain_values, values)

@@ -8,7 +8,6 @@ import dataclasses
 from typing import Literal
 
 import flax.struct
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -20,7 +19,6 @@ from graft_jax.tree.structure import DraftTree
 from graft_jax.tree.templates import Template
 from graft_jax.types import Array, Int
 from graft_jax.verify import Verdict
-from pallas_kernels import topk_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +112,7 @@ class Graft:
     def prefill(self, params, state, tokens, next_tokens, positions, valid, taps, logits):
         assert logits is not None
         context = fill.sequence_contexts(tokens, state.history)
-        successors, probabilities = self._top(logits)
+        successors, probabilities = self.table.choose(logits)
         n = tokens.size
         table = self.table.update_summed(
             state.table, context.reshape(n, -1), successors.reshape(n, -1),
@@ -159,7 +157,7 @@ class Graft:
     def learn(self, state: GraftState, tree: DraftTree, verdict: Verdict, logits: Array) -> tuple[Level, ...]:
         """The table with what the target said at every node."""
         contexts = fill.node_contexts(tree, state.history)
-        successors, _ = self._top(logits)
+        successors, _ = self.table.choose(logits)
         n = tree.tokens.size
         B, N = tree.tokens.shape
         # Node i was accepted if the path holds it (unused path entries are 0, the root, which is too).
@@ -168,12 +166,6 @@ class Graft:
             state.table, contexts.reshape(n, -1), successors.reshape(n, -1),
             (tree.valid & verdict.active[:, None]).reshape(n), accepted.reshape(n),
         )  # fmt: skip
-
-    def _top(self, logits):
-        """The best successors of every row and their probabilities."""
-        values, ids = topk_rows(logits, self.table.width, implementation=self.table.kernels)
-        total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-        return ids, jnp.exp(values - total)
 
     def _points(self, tree, keep: Int[Array, "B"]):
         """Where the template hangs: [B, A] node indices and which of them count."""

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from graft_jax.types import Array, Bool, Float, Int, UInt32
-from pallas_kernels import dispatch
+from pallas_kernels import dispatch, topk_rows
 from pallas_kernels.retrieval_lookup import reference
 
 EMPTY = -1  # no successor known; also an absent token in a context
@@ -67,6 +67,11 @@ class SuccessorTable:
     def pairs(self, levels: tuple[Level, ...]) -> tuple[tuple[Array, Array | None], ...]:
         """The contents as `pallas_kernels.retrieval_lookup` takes them."""
         return tuple((level.successors, level.tags) for level in levels)
+
+    def choose(self, logits: Float[Array, "*N V"]) -> tuple[Int[Array, "*N C"], Float[Array, "*N C"]]:
+        """A row's contents by the target's logits: its best tokens and their probabilities, best first."""
+        values, ids = topk_rows(logits, self.width, implementation=self.kernels)
+        return ids, jnp.exp(values - jax.nn.logsumexp(logits, axis=-1, keepdims=True))
 
     def lookup(self, levels: tuple[Level, ...], context: Int[Array, "*N O"]) -> Int[Array, "*N C"]:
         """Successors, best first, of the longest known suffix of each context; EMPTY where none is.

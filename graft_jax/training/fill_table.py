@@ -3,19 +3,15 @@
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from graft_jax.config import ModelConfig
-from graft_jax.models import transformer
 from graft_jax.models.transformer import TargetParams
 from graft_jax.retrieval import stored
 from graft_jax.retrieval.adjacency import Level, SuccessorTable
-from graft_jax.training import shards
+from graft_jax.training import features, shards
 from graft_jax.training.feature_cache import FeatureSource
 from graft_jax.types import Array, Float
-
-CHUNK = 256  # rows of logits held at a time
 
 
 def observe(
@@ -31,17 +27,7 @@ def observe(
 
     @jax.jit
     def best(params, hidden: Float[Array, "B S M"]):
-        def chunk(x):
-            logits = transformer.logits(config, params, x[None])[0]
-            # The barrier keeps XLA:CPU from turning a top-k with several readers into a full sort.
-            values, ids = jax.lax.optimization_barrier(jax.lax.top_k(logits, table.width))
-            return ids.astype(jnp.int32), jnp.exp(values - jax.nn.logsumexp(logits, axis=-1, keepdims=True))
-
-        flat = hidden.reshape(-1, hidden.shape[-1])
-        padded = jnp.pad(flat, ((0, -len(flat) % CHUNK), (0, 0))).reshape(-1, CHUNK, flat.shape[1])
-        return jax.tree.map(
-            lambda x: x.reshape(-1, table.width)[: len(flat)].reshape(*hidden.shape[:2], -1), jax.lax.map(chunk, padded)
-        )
+        return features.of_logits(config, params, hidden, table.choose)
 
     contexts, successors, weights = [], [], []
     for start in range(0, len(rows), batch_rows):

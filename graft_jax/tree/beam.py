@@ -14,8 +14,9 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from graft_jax.tree import structure
 from graft_jax.tree.gates import Gates
-from graft_jax.tree.structure import DRAFTED, ROOT, Draft, DraftTree
+from graft_jax.tree.structure import Draft, DraftTree
 from graft_jax.types import Array, Bool, Float, Int
 
 
@@ -144,7 +145,9 @@ def grow(
 
     scores = jnp.where(active[:, None], jnp.minimum(log_probs, 0.0), -jnp.inf)
     lane = jnp.broadcast_to(jnp.arange(W)[None, :], (B, W))
-    lanes = Lanes(tokens, scores, lane, lane, jnp.zeros((B, W, D * W), bool), _ranks(jnp.zeros_like(lane), tokens))
+    lanes = Lanes(
+        tokens, scores, lane, lane, jnp.zeros((B, W, D * W), bool), structure.path_ranks(jnp.zeros_like(lane), tokens)
+    )
     Q, zero = beam.pool_size, jnp.zeros(B, jnp.int32)
     empty = jnp.zeros((B, Q), jnp.int32)
     pool = Pool(empty, jnp.full((B, Q), -jnp.inf), empty - 1, empty)
@@ -166,14 +169,7 @@ def _best(lanes: Lanes, tokens, scores, line, start, W: int) -> Lanes:
     )
     came_from = index // W
     mask = jnp.take_along_axis(lanes.mask, came_from[:, :, None], axis=1)
-    return Lanes(tokens, scores, start + index, came_from, mask, _ranks(line, tokens))
-
-
-def _ranks(line: Int[Array, "B W"], tokens: Int[Array, "B W"]) -> Int[Array, "B W"]:
-    """Rank of every lane's path in order of (its parent's rank, its token)."""
-    before = line[:, None, :] < line[:, :, None]
-    before |= (line[:, None, :] == line[:, :, None]) & (tokens[:, None, :] < tokens[:, :, None])
-    return before.sum(axis=2, dtype=jnp.int32)
+    return Lanes(tokens, scores, start + index, came_from, mask, structure.path_ranks(line, tokens))
 
 
 def _rerank(pool: Pool, level_of: Int[Array, "Q"], root: Int[Array, "B"], total: int) -> DraftTree:
@@ -187,16 +183,4 @@ def _rerank(pool: Pool, level_of: Int[Array, "Q"], root: Int[Array, "B"], total:
     place = jnp.zeros((B, Q), jnp.int32).at[rows, index].set(1 + jnp.arange(total)[None, :])
     above = jnp.take_along_axis(pool.parents, index, axis=1)
     parents = jnp.where(above < 0, 0, jnp.take_along_axis(place, jnp.maximum(above, 0), axis=1))
-    valid = falling < jnp.inf
-
-    def rooted(at_root, x: Array) -> Array:
-        return jnp.concatenate([jnp.broadcast_to(at_root, (B, 1)).astype(x.dtype), x], axis=1)
-
-    return DraftTree(
-        tokens=rooted(root[:, None], jnp.where(valid, tokens, 0)),
-        parents=rooted(jnp.int32(DraftTree.NO_PARENT), jnp.where(valid, parents, 0)),
-        depth=rooted(jnp.int32(0), jnp.where(valid, levels + 1, 1)),
-        score=rooted(jnp.float32(0), -falling),
-        source=rooted(jnp.int32(ROOT), jnp.full_like(tokens, DRAFTED)),
-        valid=rooted(jnp.bool_(True), valid),
-    )
+    return structure.drafted(root, tokens, parents, levels + 1, -falling)

@@ -13,8 +13,10 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from graft_jax.tree.structure import DRAFTED, ROOT, Draft, DraftTree
+from graft_jax.tree import structure
+from graft_jax.tree.structure import Draft, DraftTree
 from graft_jax.types import Array, Bool, Float, Int
+from pallas_kernels.topk_rows.reference import topk_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +99,7 @@ def grow(
             name: jax.lax.dynamic_update_slice_in_dim(getattr(ledger, name), getattr(lanes, name)[:, None], depth, 1)
             for name in ("tokens", "scores", "came_from")
         })  # fmt: skip
-        best, _ = _top(jnp.concatenate([best, lanes.scores], axis=1), W)
+        best, _ = topk_rows(jnp.concatenate([best, lanes.scores], axis=1), W)
         seen = jnp.where(alive, jnp.exp(lanes.scores[:, 0]), jnp.nan)
         confidence = jax.lax.dynamic_update_slice(confidence, seen[:, None], (0, depth))
         return ledger, best, alive & (lanes.scores[:, 0] > best[:, -1]), confidence
@@ -125,13 +127,6 @@ def grow(
     return Draft(_tree(ledger, root), jnp.zeros(B, jnp.int32), confidence, forwards)
 
 
-def _top(scores: Float[Array, "B Q"], count: int) -> tuple[Float[Array, "B C"], Int[Array, "B C"]]:
-    """The best, and where they stand; the first of equal ones first."""
-    # The barrier keeps XLA:CPU from turning a top-k that is read in part into a full sort.
-    values, index = jax.lax.optimization_barrier(jax.lax.top_k(scores, count))
-    return values, index
-
-
 def _select(tokens: Int[Array, "B V C"], scores: Float[Array, "B V C"], line: Int[Array, "B V"], W: int) -> Lanes:
     """The W best children of V lanes, by score, then path; V * C may be less than W."""
     B, V, C = tokens.shape
@@ -144,30 +139,16 @@ def _select(tokens: Int[Array, "B V C"], scores: Float[Array, "B V C"], line: In
     lines = flat(jnp.broadcast_to(line[:, :, None], (B, V, C)), V)
     operands = (-flat(scores, -jnp.inf), lines, flat(tokens, 0), came_from)
     falling, lines, tokens, came_from = (x[:, :W] for x in jax.lax.sort(operands, num_keys=3))
-    before = lines[:, None, :] < lines[:, :, None]
-    before |= (lines[:, None, :] == lines[:, :, None]) & (tokens[:, None, :] < tokens[:, :, None])
-    return Lanes(tokens, -falling, came_from, before.sum(axis=2, dtype=jnp.int32))
+    return Lanes(tokens, -falling, came_from, structure.path_ranks(lines, tokens))
 
 
 def _tree(ledger: Ledger, root: Int[Array, "B"]) -> DraftTree:
     """The best entries of the ledger as a tree; each level has as many lanes as the tree has nodes."""
     B, D, W = ledger.tokens.shape
-    scores, index = _top(ledger.scores.reshape(B, D * W), W)
+    scores, index = topk_rows(ledger.scores.reshape(B, D * W), W)
     place = jnp.zeros((B, D * W), jnp.int32).at[jnp.arange(B)[:, None], index].set(1 + jnp.arange(W)[None, :])
     level = index // W
     came_from = jnp.take_along_axis(ledger.came_from.reshape(B, D * W), index, axis=1)
     above = jnp.take_along_axis(place, jnp.maximum((level - 1) * W + came_from, 0), axis=1)
-    valid = scores > -jnp.inf
-
-    def rooted(at_root, x: Array) -> Array:
-        return jnp.concatenate([jnp.broadcast_to(at_root, (B, 1)).astype(x.dtype), x], axis=1)
-
     tokens = jnp.take_along_axis(ledger.tokens.reshape(B, D * W), index, axis=1)
-    return DraftTree(
-        tokens=rooted(root[:, None], jnp.where(valid, tokens, 0)),
-        parents=rooted(jnp.int32(DraftTree.NO_PARENT), jnp.where(valid & (level > 0), above, 0)),
-        depth=rooted(jnp.int32(0), jnp.where(valid, level + 1, 1)),
-        score=rooted(jnp.float32(0), scores),
-        source=rooted(jnp.int32(ROOT), jnp.full_like(tokens, DRAFTED)),
-        valid=rooted(jnp.bool_(True), valid),
-    )
+    return structure.drafted(root, tokens, jnp.where(level > 0, above, 0), level + 1, scores)

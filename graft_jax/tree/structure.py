@@ -62,6 +62,40 @@ class Draft(flax.struct.PyTreeNode):
     forwards: Int[Array, "B"]
 
 
+def drafted(
+    root: Int[Array, "B"],
+    tokens: Int[Array, "B K"],
+    parents: Int[Array, "B K"],
+    depth: Int[Array, "B K"],
+    score: Float[Array, "B K"],
+) -> DraftTree:
+    """A root and drafted nodes in order of priority; a score of -inf marks those that are none.
+
+    Args:
+        parents: as in the tree: 0 is the root, the first drafted node 1.
+    """
+    B, valid = root.shape[0], score > -jnp.inf
+
+    def rooted(at_root, x: Array) -> Array:
+        return jnp.concatenate([jnp.broadcast_to(at_root, (B, 1)).astype(x.dtype), x], axis=1)
+
+    return DraftTree(
+        tokens=rooted(root[:, None], jnp.where(valid, tokens, 0)),
+        parents=rooted(jnp.int32(DraftTree.NO_PARENT), jnp.where(valid, parents, 0)),
+        depth=rooted(jnp.int32(0), jnp.where(valid, depth, 1)),
+        score=rooted(jnp.float32(0), score),
+        source=rooted(jnp.int32(ROOT), jnp.full_like(tokens, DRAFTED)),
+        valid=rooted(jnp.bool_(True), valid),
+    )
+
+
+def path_ranks(line: Int[Array, "B W"], tokens: Int[Array, "B W"]) -> Int[Array, "B W"]:
+    """Rank of every lane's path among its level's, in order of (its parent's rank, its token)."""
+    before = line[:, None, :] < line[:, :, None]
+    before |= (line[:, None, :] == line[:, :, None]) & (tokens[:, None, :] < tokens[:, :, None])
+    return before.sum(axis=2, dtype=jnp.int32)
+
+
 def root_only(root: Int[Array, "B"]) -> DraftTree:
     """The tree that is only its root: plain decoding."""
     column = root[:, None].astype(jnp.int32)

@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.topk_rows.reference import topk_rows
+
 
 def topm_score(
     hidden: jax.Array,
@@ -23,7 +25,6 @@ def topm_score(
     corrected = base[:, None, :] + correction
     mass = jnp.logaddexp(jax.nn.logsumexp(corrected, axis=-1), rest[:, None])
     log_probs = jnp.where(jnp.isneginf(corrected), -jnp.inf, corrected - mass[:, :, None])
-    # The barrier keeps XLA:CPU from turning a top-k with several readers into a full sort.
-    values, index = jax.lax.optimization_barrier(jax.lax.top_k(log_probs, children))
+    values, index = topk_rows(log_probs, children)
     here = jnp.broadcast_to(tokens[:, None, :], (*index.shape[:2], tokens.shape[1]))
     return jnp.take_along_axis(here, index, axis=2), values
