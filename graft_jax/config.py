@@ -246,6 +246,17 @@ class ModelConfig:
         }
 
 
+def refuse_mismatch(where: str, *sizes: tuple[str, int, int]) -> None:
+    """Refuses a target that a drafter was not made for, with both numbers.
+
+    Args:
+        sizes: name, the drafter's number, the target's.
+    """
+    for name, ours, theirs in sizes:
+        if ours != theirs:
+            raise ValueError(f"{where}: the drafter is made for {name} {ours}, but the target has {theirs}")
+
+
 class Reader:
     """Takes keys out of a config with type checks, and knows which were left.
 

@@ -1,6 +1,5 @@
 """Loading and saving block drafters in z-lab's format (58 tensors for five layers) and Domino's (62)."""
 
-import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -8,14 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import safetensors.numpy
 from jax.tree_util import SequenceKey
 
 from graft_jax.config import ModelConfig
 from graft_jax.io import weights
-from graft_jax.io.checkpoint import check_dtype, new_folder
-from graft_jax.io.drafter import Source, load_eagle3, open_folder
-from graft_jax.io.tensors import PLAIN_DTYPES
+from graft_jax.io.checkpoint import check_dtype
+from graft_jax.io.drafter import Source, as_stored, convert_all, load_eagle3, open_folder, write_folder
 from graft_jax.io.weights import Slot
 from graft_jax.models.dflash import DFlashParams, DominoParams
 from graft_jax.models.dflash_config import DFlashConfig, drafter_kind
@@ -54,7 +51,7 @@ def load_drafter(
     if kind not in kinds:
         raise ValueError(f"drafter={str(drafter)!r} is {KINDS[kind]}; wanted: {' or '.join(KINDS[k] for k in kinds)}")
     if kind == "eagle3":
-        return load_eagle3(drafter, target, dtype=dtype, rope=rope, target_embed=target_embed)
+        return load_eagle3(source, target, dtype=dtype, rope=rope, target_embed=target_embed)
     if rope != "auto":
         raise ValueError(f"draft_rope={rope!r} goes with EAGLE-3 heads; {str(drafter)!r} is {KINDS[kind]}")
     return load_block_drafter(source, target, dtype=dtype)
@@ -73,18 +70,13 @@ def load_block_drafter(
     Raises:
         ValueError: the drafter is broken, unsupported, or made for another target.
     """
-    source = drafter if isinstance(drafter, Source) else open_folder(drafter)
-    dtype = check_dtype(dtype)
+    source, dtype = open_folder(drafter), check_dtype(dtype)
     config = DFlashConfig.from_hf(source.config, target, where=source.where)
     tensors = {name.removeprefix(_OLD_PREFIX): tensor for name, tensor in source.tensors.items()}
     sizes = f"hidden_size {config.model.hidden_size}, {config.model.num_layers} layers, {len(config.taps)} features"
     what = KINDS[config.kind]
     pairs = weights.pair(block_slots(config), tensors, str(source.folder), what, sizes)
-    for _, tensor in pairs:
-        if tensor.kind not in PLAIN_DTYPES:
-            raise ValueError(f"{tensor.where}: tensor {tensor.name} has dtype {tensor.kind}; numbers are needed")
-    arrays = {slot.path: weights.convert(slot, tensor, dtype) for slot, tensor in pairs}
-    return config, _assemble(config, arrays)
+    return config, _assemble(config, convert_all(pairs, dtype))
 
 
 def save_block_drafter(folder: str | Path, config: DFlashConfig, params: DFlashParams) -> None:
@@ -93,16 +85,9 @@ def save_block_drafter(folder: str | Path, config: DFlashConfig, params: DFlashP
     Raises:
         ValueError: the folder is in the way.
     """
-    dtype = np.dtype(params.fc.dtype)
     arrays = _flatten(params)
-    tensors = {}
-    for slot in block_slots(config):
-        array = arrays[slot.path]
-        tensors[slot.source] = np.ascontiguousarray(array.T if slot.linear and is_transposed(dtype) else array)
-    with new_folder(folder) as temporary:
-        safetensors.numpy.save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
-        (temporary / "model.safetensors").chmod(0o644)  # the writer keeps it to its owner
-        (temporary / "config.json").write_text(json.dumps(config.to_hf() | {"dtype": dtype.name}, indent=2) + "\n")
+    tensors = {slot.source: as_stored(slot, arrays[slot.path]) for slot in block_slots(config)}
+    write_folder(folder, config.to_hf() | {"dtype": np.dtype(params.fc.dtype).name}, tensors)
 
 
 def block_slots(config: DFlashConfig) -> list[Slot]:

@@ -58,12 +58,14 @@ class Source:
         return str(self.folder / "config.json")
 
 
-def open_folder(drafter: str | Path) -> Source:
-    """Opens a folder or a hub id.
+def open_folder(drafter: str | Path | Source) -> Source:
+    """Opens a folder or a hub id; what is open already comes back as it is.
 
     Raises:
         ValueError: there is none, or it has no config.json or no weights.
     """
+    if isinstance(drafter, Source):
+        return drafter
     folder = resolve(drafter)
     if not (folder / "config.json").is_file():
         raise ValueError(f"drafter={str(drafter)!r}: has no config.json")
@@ -72,7 +74,7 @@ def open_folder(drafter: str | Path) -> Source:
 
 
 def load_eagle3(
-    drafter: str | Path,
+    drafter: str | Path | Source,
     target: ModelConfig,
     *,
     dtype: Any,
@@ -82,7 +84,7 @@ def load_eagle3(
     """Loads an EAGLE-3 head.
 
     Args:
-        drafter: a Hugging Face folder (safetensors or .bin) or a hub id.
+        drafter: a Hugging Face folder (safetensors or .bin), a hub id, or what `open_folder` made of it.
         target: the model that it drafts for.
         dtype: of the weights: "float32" or "bfloat16".
         rope: see `Eagle3Config.from_hf`.
@@ -105,10 +107,7 @@ def load_eagle3(
     sizes += f"{config.num_heads} heads, draft_vocab_size {config.draft_vocab_size}"
     known = frozenset((*_MAPS, *_COPIES, "embed_tokens.weight"))
     pairs = weights.pair(wanted, tensors, str(source.folder), "an EAGLE-3 head", sizes, known)
-    for _, tensor in pairs:
-        if tensor.kind not in PLAIN_DTYPES:
-            raise ValueError(f"{tensor.where}: tensor {tensor.name} has dtype {tensor.kind}; numbers are needed")
-    arrays = {slot.path: jnp.asarray(weights.convert(slot, tensor, dtype)) for slot, tensor in pairs}
+    arrays = {path: jnp.asarray(array) for path, array in convert_all(pairs, dtype).items()}
     fields: dict[str, Any] = {str(path[0]): array for path, array in arrays.items() if len(path) == 1}
     norms = tuple(arrays["fc_norms", i] for i in range(len(config.taps))) if config.fc_norm else ()
     mapped = _draft_to_target(config, tensors, str(source.folder))
@@ -187,16 +186,32 @@ def save_eagle3(folder: str | Path, config: Eagle3Config, params: Eagle3Params) 
     tensors: dict[str, np.ndarray] = {}
     for slot in eagle3_slots(config, _LAYER_NAMES[config.layout]):
         field = getattr(params, str(slot.path[0]))
-        array = np.asarray(field[slot.path[1]] if len(slot.path) == 2 else field)
-        tensors[slot.source] = np.ascontiguousarray(array.T if slot.linear and is_transposed(dtype) else array)
+        tensors[slot.source] = as_stored(slot, np.asarray(field[slot.path[1]] if len(slot.path) == 2 else field))
     if params.embed is not None:
         tensors["embed_tokens.weight"] = np.asarray(params.embed)
     ids = np.arange(config.vocab_size) if params.draft_to_target is None else np.asarray(params.draft_to_target)
     tensors["d2t"] = ids.astype(np.int64) - np.arange(len(ids))
     tensors["t2d"] = np.zeros(config.vocab_size, bool)
     tensors["t2d"][ids] = True
+    write_folder(folder, config.to_hf() | {"dtype": dtype.name}, tensors)
+
+
+def convert_all(pairs: list[tuple[Slot, SourceTensor]], dtype: np.dtype) -> dict[tuple[str | int, ...], np.ndarray]:
+    """Parameters by path, of tensors that must hold numbers."""
+    for _, tensor in pairs:
+        if tensor.kind not in PLAIN_DTYPES:
+            raise ValueError(f"{tensor.where}: tensor {tensor.name} has dtype {tensor.kind}; numbers are needed")
+    return {slot.path: weights.convert(slot, tensor, dtype) for slot, tensor in pairs}
+
+
+def as_stored(slot: Slot, array: np.ndarray) -> np.ndarray:
+    """A parameter as its file keeps it: rows first."""
+    return np.ascontiguousarray(array.T if slot.linear and is_transposed(array.dtype) else array)
+
+
+def write_folder(folder: str | Path, config: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
+    """Writes a drafter's folder whole, or not at all."""
     with new_folder(folder) as temporary:
         safetensors.numpy.save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
         (temporary / "model.safetensors").chmod(0o644)  # the writer keeps it to its owner
-        written = config.to_hf() | {"dtype": dtype.name}
-        (temporary / "config.json").write_text(json.dumps(written, indent=2) + "\n")
+        (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n")

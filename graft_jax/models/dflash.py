@@ -5,6 +5,7 @@ made of the target's features at all positions before the anchor, and one anothe
 made once and kept (`context`); those of the block are dropped with it.
 """
 
+import functools
 from typing import Any
 
 import flax.struct
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from graft_jax.models import rope, transformer
 from graft_jax.models.cache import Block, KVCache
 from graft_jax.models.dflash_config import DFlashConfig
-from graft_jax.models.layers import attend, is_transposed, linear, rms_norm, take_rows
+from graft_jax.models.layers import abstract_matrix, attend, linear, random_like, rms_norm, take_rows
 from graft_jax.models.transformer import LayerParams
 from graft_jax.types import Array, Float, Int
 
@@ -43,10 +44,7 @@ def abstract_params(config: DFlashConfig, dtype) -> DFlashParams:
     """The parameter tree as `jax.ShapeDtypeStruct`s."""
     dtype, M = jnp.dtype(dtype), config.model.hidden_size
 
-    def matrix(rows_in: int, rows_out: int) -> Any:
-        shape = (rows_in, rows_out) if is_transposed(dtype) else (rows_out, rows_in)
-        return jax.ShapeDtypeStruct(shape, dtype)
-
+    matrix = functools.partial(abstract_matrix, dtype=dtype)
     vector: Any = jax.ShapeDtypeStruct((M,), dtype)
     head = None
     if config.domino is not None:
@@ -59,15 +57,7 @@ def abstract_params(config: DFlashConfig, dtype) -> DFlashParams:
 
 def init_params(config: DFlashConfig, key: Array, dtype, std: float = 0.02) -> DFlashParams:
     """Random weights: normal with `std`, norms one."""
-    leaves, tree = jax.tree.flatten_with_path(abstract_params(config, dtype))
-    keys = jax.random.split(key, len(leaves))
-
-    def leaf(path, shape, key):
-        if path[-1].name.endswith("norm"):
-            return jnp.ones(shape.shape, shape.dtype)
-        return (std * jax.random.normal(key, shape.shape, jnp.float32)).astype(shape.dtype)
-
-    return jax.tree.unflatten(tree, [leaf(path, shape, k) for (path, shape), k in zip(leaves, keys)])
+    return random_like(abstract_params(config, dtype), key, std)
 
 
 def context(

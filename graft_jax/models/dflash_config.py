@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from graft_jax.config import ModelConfig, Reader
+from graft_jax.config import ModelConfig, Reader, refuse_mismatch
 
 # Kept in `dflash_config` or at top level; of these only the value that switches the feature off is taken.
 _OFF: dict[str, tuple[Any, ...]] = {
@@ -170,13 +170,12 @@ class DFlashConfig:
 
     def check_target(self, target: ModelConfig, where: str) -> None:
         """Refuses a target that the drafter was not made for, with both numbers."""
-        for name, ours, theirs in (
+        refuse_mismatch(
+            where,
             ("hidden_size", self.model.hidden_size, target.hidden_size),
             ("vocab_size", self.model.vocab_size, target.vocab_size),
             ("num_target_layers", self.num_target_layers, target.num_layers),
-        ):
-            if ours != theirs:
-                raise ValueError(f"{where}: the drafter is made for {name} {ours}, but the target has {theirs}")
+        )
 
     def to_hf(self) -> dict[str, Any]:
         """The `config.json` object."""

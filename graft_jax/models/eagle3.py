@@ -4,6 +4,7 @@ At position i the head sees the target's features there and the token at i + 1, 
 Where no features are known yet it goes on from its own output instead.
 """
 
+import functools
 from typing import Any
 
 import flax.struct
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 
 from graft_jax.models import rope
 from graft_jax.models.eagle3_config import Eagle3Config
-from graft_jax.models.layers import is_transposed, linear, rms_norm, take_rows
+from graft_jax.models.layers import abstract_matrix, linear, random_like, rms_norm, take_rows
 from graft_jax.types import Array, Float, Int
 
 
@@ -62,8 +63,7 @@ def abstract_params(config: Eagle3Config, dtype, *, own_embed: bool = False) -> 
     def array(*shape) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    def matrix(rows_in: int, rows_out: int) -> Any:
-        return array(rows_in, rows_out) if is_transposed(dtype) else array(rows_out, rows_in)
+    matrix = functools.partial(abstract_matrix, dtype=dtype)
 
     reduced: Any = None if V == config.vocab_size else jax.ShapeDtypeStruct((V,), jnp.int32)
     return Eagle3Params(
@@ -89,18 +89,7 @@ def to_bfloat16(params: Eagle3Params) -> Eagle3Params:
 
 def init_params(config: Eagle3Config, key: Array, dtype, std: float = 0.02) -> Eagle3Params:
     """Random weights: normal with `std`, norms one; drafts the first ids of a reduced vocabulary."""
-    leaves, tree = jax.tree.flatten_with_path(abstract_params(config, dtype))
-    keys = jax.random.split(key, len(leaves))
-
-    def leaf(path, shape, key):
-        name = path[0].name
-        if name == "draft_to_target":
-            return jnp.arange(config.draft_vocab_size, dtype=jnp.int32)
-        if name.endswith(("norm", "norms")):
-            return jnp.ones(shape.shape, shape.dtype)
-        return (std * jax.random.normal(key, shape.shape, jnp.float32)).astype(shape.dtype)
-
-    return jax.tree.unflatten(tree, [leaf(path, shape, k) for (path, shape), k in zip(leaves, keys)])
+    return random_like(abstract_params(config, dtype), key, std)
 
 
 def fuse(config: Eagle3Config, params: Eagle3Params, taps: tuple[Float[Array, "B T Mt"], ...]) -> Float[Array, "B T M"]:

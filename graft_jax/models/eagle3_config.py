@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from graft_jax.config import OFF_VALUES, ModelConfig, Reader, RopeConfig, read_rope, rope_to_hf
+from graft_jax.config import OFF_VALUES, ModelConfig, Reader, RopeConfig, read_rope, refuse_mismatch, rope_to_hf
 
 _IDS = "eagle_aux_hidden_state_layer_ids"
 _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -180,12 +180,11 @@ class Eagle3Config:
 
     def check_target(self, target: ModelConfig, where: str) -> None:
         """Refuses a target that the head was not made for, with both numbers."""
-        for name, ours, theirs in (
+        refuse_mismatch(
+            where,
             ("target width", self.target_hidden_size, target.hidden_size),
             ("vocab_size", self.vocab_size, target.vocab_size),
-        ):
-            if ours != theirs:
-                raise ValueError(f"{where}: the drafter is made for {name} {ours}, but the target has {theirs}")
+        )
 
     def to_hf(self) -> dict[str, Any]:
         """The `config.json` object in the head's own layout."""

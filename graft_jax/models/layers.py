@@ -5,6 +5,7 @@ CPU: float32 weights are stored (in, out), bfloat16 weights (out, in). Products 
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,28 @@ from graft_jax.types import Array, Bool, Float, Int
 def is_transposed(dtype) -> bool:
     """Whether linear weights of this dtype are stored (in, out) rather than (out, in)."""
     return jnp.dtype(dtype) == jnp.float32
+
+
+def abstract_matrix(rows_in: int, rows_out: int, dtype) -> Any:
+    """The `jax.ShapeDtypeStruct` of a linear weight."""
+    shape = (rows_in, rows_out) if is_transposed(dtype) else (rows_out, rows_in)
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+
+def random_like(abstract: Any, key: Array, std: float) -> Any:
+    """Random weights of the given shapes: normal with `std`, norms (by their names) one, whole numbers counted up."""
+    leaves, tree = jax.tree.flatten_with_path(abstract)
+    keys = jax.random.split(key, len(leaves))
+
+    def leaf(path, shape, key):
+        names = [entry.name for entry in path if isinstance(entry, jax.tree_util.GetAttrKey)]
+        if jnp.issubdtype(shape.dtype, jnp.integer):
+            return jnp.arange(shape.shape[0], dtype=shape.dtype)
+        if names[-1].endswith(("norm", "norms")):
+            return jnp.ones(shape.shape, shape.dtype)
+        return (std * jax.random.normal(key, shape.shape, jnp.float32)).astype(shape.dtype)
+
+    return jax.tree.unflatten(tree, [leaf(path, shape, k) for (path, shape), k in zip(leaves, keys)])
 
 
 def linear(

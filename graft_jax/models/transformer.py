@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from graft_jax.config import ModelConfig
 from graft_jax.models import rope
 from graft_jax.models.cache import Block, KVCache
-from graft_jax.models.layers import attend, is_transposed, linear, matmul, rms_norm, take_rows
+from graft_jax.models.layers import abstract_matrix, attend, linear, matmul, random_like, rms_norm, take_rows
 from graft_jax.types import Array, Bool, Float, Int
 
 
@@ -68,8 +68,7 @@ def abstract_params(config: ModelConfig, dtype) -> TargetParams:
     def array(*shape) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    def matrix(rows_in: int, rows_out: int) -> Any:
-        return array(rows_in, rows_out) if is_transposed(dtype) else array(rows_out, rows_in)
+    matrix = functools.partial(abstract_matrix, dtype=dtype)
 
     def when(condition: bool, *shape) -> Any:
         return array(*shape) if condition else None
@@ -93,15 +92,7 @@ def abstract_params(config: ModelConfig, dtype) -> TargetParams:
 
 def init_params(config: ModelConfig, key: Array, dtype, std: float = 0.02) -> TargetParams:
     """Random weights: normal with `std`, norms one. For tests and for training from scratch."""
-    leaves, tree = jax.tree.flatten_with_path(abstract_params(config, dtype))
-    keys = jax.random.split(key, len(leaves))
-
-    def leaf(path, shape, key):
-        if path[-1].name.endswith("norm"):
-            return jnp.ones(shape.shape, shape.dtype)
-        return (std * jax.random.normal(key, shape.shape, jnp.float32)).astype(shape.dtype)
-
-    return jax.tree.unflatten(tree, [leaf(path, shape, k) for (path, shape), k in zip(leaves, keys)])
+    return random_like(abstract_params(config, dtype), key, std)
 
 
 def forward(
