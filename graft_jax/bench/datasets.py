@@ -23,6 +23,6 @@ def read_first_turns(path: str | Path, limit: int) -> list[str]:
 
 
 def loops(tokens: list[int]) -> bool:
-    """Whether fewer than half of a text's 4-grams are new: such answers flatter every drafter."""
+    """Whether fewer than half of a text's 4-grams are new: such answers flatter every drafter, and teach it little."""
     grams = list(zip(tokens, tokens[1:], tokens[2:], tokens[3:]))
     return bool(grams) and len(set(grams)) < 0.5 * len(grams)

@@ -4,6 +4,8 @@ Scores are never held for more than some rows at a time: the backward pass makes
 written in the forms that XLA:CPU runs fast in bfloat16.
 """
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
@@ -12,6 +14,28 @@ from graft_jax.types import Array, Float, Int
 
 SECTIONS = 4  # of the queries; each sees only the keys up to its own end
 ROWS = 128  # queries whose scores are held at a time
+
+
+def attend_heads(
+    query: Float[Array, "B S H E"],
+    keys: Float[Array, "B S K E"],
+    values: Float[Array, "B S K E"],
+    own: Sequence[tuple[Float[Array, "B S K E"], Float[Array, "B S K E"]]],
+    segments: Int[Array, "B S"],
+) -> Float[Array, "B S HE"]:
+    """`attend` in the layout of the models: query heads unscaled, and the own entries as pairs of key and value."""
+    B, S, H, E = query.shape
+    K = keys.shape[2]
+    q = (query * E**-0.5).reshape(B, S, K, H // K, E).transpose(0, 2, 3, 1, 4)
+
+    def heads_first(x: Array) -> Array:
+        return x.transpose(0, 2, 1, 3)
+
+    none = jnp.zeros((0, B, K, S, E))
+    stacked = tuple(jnp.stack([heads_first(x) for x in entries]) for entries in zip(*own))
+    own_keys, own_values = stacked or (none, none)
+    out = attend(q, heads_first(keys), heads_first(values), own_keys, own_values, segments)
+    return out.transpose(0, 3, 1, 2, 4).reshape(B, S, H * E)
 
 
 @jax.custom_vjp

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from graft_jax.bench.datasets import loops
 from graft_jax.config import ModelConfig
 from graft_jax.tokenizer import Tokenizer
 
@@ -184,13 +185,6 @@ def _plain(text: str, tokenizer: Tokenizer | None) -> Document:
     return Document(ids, np.ones(len(ids), bool))
 
 
-def degenerate(ids: Sequence[int] | np.ndarray) -> bool:
-    """Whether a text loops: under half of its 4-grams are new."""
-    ids = [int(i) for i in ids]
-    grams = list(zip(ids, ids[1:], ids[2:], ids[3:]))
-    return bool(grams) and len(set(grams)) < 0.5 * len(grams)
-
-
 def select(documents: Iterator[Document], *, keep_loops: bool = False) -> tuple[list[Document], dict[str, int]]:
     """Leaves out texts seen before and texts that loop; counts what went."""
     seen: set[str] = set()
@@ -199,7 +193,7 @@ def select(documents: Iterator[Document], *, keep_loops: bool = False) -> tuple[
         digest = document.digest
         if digest in seen:
             counts["duplicates"] += 1
-        elif not keep_loops and degenerate(document.ids[document.mask]):
+        elif not keep_loops and loops(document.ids[document.mask].tolist()):
             counts["loops"] += 1
         else:
             seen.add(digest)

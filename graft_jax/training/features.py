@@ -1,5 +1,8 @@
 """What a drafter learns from: the target's features, its last hidden states and its own choices."""
 
+from collections.abc import Callable
+from typing import Any
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -35,6 +38,16 @@ class Features(flax.struct.PyTreeNode):
     segments: Int[Array, "B S"]
 
 
+def of_logits(
+    config: ModelConfig, params: TargetParams, hidden: Float[Array, "B S M"], function: Callable[[Array], Any]
+) -> Any:
+    """`function` of the logits [c, V], some rows at a time; its arrays [c, ...] come back as [B, S, ...]."""
+    B, S, M = hidden.shape
+    chunks = jnp.pad(hidden.reshape(B * S, M), ((0, -(B * S) % CHUNK), (0, 0))).reshape(-1, CHUNK, M)
+    found = jax.lax.map(lambda rows: function(transformer.logits(config, params, rows[None])[0]), chunks)
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[: B * S].reshape(B, S, *x.shape[2:]), found)
+
+
 def positions(segments: Int[Array, "B S"]) -> Int[Array, "B S"]:
     """Places within the texts of a row."""
     index = jnp.broadcast_to(jnp.arange(segments.shape[1])[None, :], segments.shape)
@@ -53,12 +66,7 @@ def _attend_texts(
     block: int,
 ) -> Float[Array, "B S H*E"]:
     """`layers.attend` for whole texts: nothing is cached, and no more than some rows of scores are held."""
-    B, S, H, E = query.shape
-    K = keys.shape[2]
-    q = (query * E**-0.5).reshape(B, S, K, H // K, E).transpose(0, 2, 3, 1, 4)
-    none = jnp.zeros((0, B, K, S, E))
-    out = attention.attend(q, keys.transpose(0, 2, 1, 3), values.transpose(0, 2, 1, 3), none, none, segments)
-    return out.transpose(0, 3, 1, 2, 4).reshape(B, S, H * E)
+    return attention.attend_heads(query, keys, values, [], segments)
 
 
 def extract(
@@ -88,10 +96,7 @@ def extract(
         attend=_attend_texts,
     )  # fmt: skip
 
-    def choose(rows: Float[Array, "1 c M"]) -> Int[Array, "1 c"]:
-        return jnp.argmax(transformer.logits(config, params, rows), axis=-1).astype(jnp.int32)
-
-    flat = out.hidden.reshape(B * S, -1)
-    chunks = jnp.pad(flat, ((0, -(B * S) % CHUNK), (0, 0))).reshape(-1, 1, CHUNK, flat.shape[1])
-    best = jax.lax.map(choose, chunks).reshape(-1)[: B * S].reshape(B, S)
+    best = of_logits(
+        config, params, out.hidden, lambda logits: jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    )  # fmt: skip
     return jax.lax.stop_gradient(Features(tokens, out.taps, out.hidden, best, mask, segments))

@@ -98,16 +98,9 @@ def _to_draft(config: Eagle3Config, params: Eagle3Params) -> Int[Array, "V"] | N
 
 def _attend(past: list[Projected], segments: Int[Array, "B S"], dtype) -> Float[Array, "B S HE"]:
     """Attention of the last step: causal over step 0, and the same row of every later step, its own too."""
-    last = past[-1]
-    B, S, H, E = last.query.shape
-    K = last.key.shape[2]
-    q = (last.query * E**-0.5).reshape(B, S, K, H // K, E).transpose(0, 2, 3, 1, 4)
-    keys, values = past[0].key.transpose(0, 2, 1, 3), past[0].value.transpose(0, 2, 1, 3)
-    none = jnp.zeros((0, B, K, S, E))
-    own = [(step.key.transpose(0, 2, 1, 3), step.value.transpose(0, 2, 1, 3)) for step in past[1:]]
-    own_keys, own_values = (jnp.stack(x) for x in zip(*own)) if own else (none, none)
-    out = attention.attend(q, keys.astype(dtype), values.astype(dtype), own_keys, own_values, segments)
-    return out.transpose(0, 3, 1, 2, 4).reshape(B, S, H * E)
+    keys, values = past[0].key.astype(dtype), past[0].value.astype(dtype)
+    own = [(step.key, step.value) for step in past[1:]]
+    return attention.attend_heads(past[-1].query, keys, values, own, segments)
 
 
 def _distil(

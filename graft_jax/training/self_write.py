@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from graft_jax.bench.datasets import loops
 from graft_jax.engine import SpeculativeDecoder
 from graft_jax.tokenizer import Tokenizer
-from graft_jax.training.data import degenerate
 
 _MARK = "\u241f"  # a character that no template writes
 MIN_TURN = 4  # tokens of a user's turn
@@ -91,7 +91,7 @@ def self_instruct(
         turns = []
         for text, out in zip(beginnings, outs):
             ids = out.token_ids[:-1]
-            if out.finish_reason == "stop" and len(ids) >= (1 if text else MIN_TURN) and not degenerate(ids):
+            if out.finish_reason == "stop" and len(ids) >= (1 if text else MIN_TURN) and not loops(ids):
                 written = tokenizer.decode(ids)
                 turns.append([{"role": "user", "content": (text + written).strip()}])
         yield _answered(decoder, turns, settings, number)
@@ -126,7 +126,7 @@ def _answered(decoder, turns, settings: Settings, number: int) -> list[dict[str,
     return [
         {"prompt_ids": prompt, "response_ids": out.token_ids, "temperature": temperature}
         for prompt, out in zip(prompts, outs)
-        if len(out.token_ids) > 1 and not degenerate(out.token_ids)
+        if len(out.token_ids) > 1 and not loops(out.token_ids)
     ]
 
 
