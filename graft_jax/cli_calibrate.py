@@ -51,6 +51,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     from graft_jax.engine import SpeculativeDecoder
     from graft_jax.gate_choice import choose
     from graft_jax.session import Request
+    from graft_jax.tree.gates import OPEN
     from graft_jax.warmup import record, round_seconds
 
     if "eagle3" not in methods.get(args.method).heads or not args.prune:
@@ -63,7 +64,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         if not depths:
             raise ValueError("--gates '' leaves nothing to calibrate")
         options = {name: value for name, value in given.items() if name in methods.OPTION_NAMES}
-        decoder = decoder.with_method(args.method, **{**options, "gates": depths, "thresholds": (-1.0,) * len(depths)})
+        decoder = decoder.with_method(args.method, **{**options, "gates": depths, "thresholds": (OPEN,) * len(depths)})
     encoding = arguments.template(args)
     prompts = [
         encode_prompt(item.get("messages") or item["turns"][0], decoder.tokenizer, decoder.config, **encoding)

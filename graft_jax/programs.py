@@ -57,18 +57,19 @@ class Programs:
             init_args: what `init` will be called with.
             chunk_sizes: of the prefill chunks to come.
         """
-        params = init_args[0]
+        params, batch, sizes = init_args[0], init_args[1].shape[0], sorted(set(chunk_sizes))
+        if {("run", batch), *(("prefill", batch, size) for size in sizes)} <= self.compiled.keys():
+            return  # tracing the state's shapes takes longer than a round of a small model
         state = jax.eval_shape(lambda *args: decode.init_state(self.spec, *args), *init_args)
         start = time.perf_counter()
-        wanted = [self._prefill(size, params, state) for size in sorted(set(chunk_sizes))] + [self._run(params, state)]
+        wanted = [self._prefill(size, params, state) for size in sizes] + [self._run(params, state)]
         wanted = [program for program in wanted if program.key not in self.compiled]
         # One is compiled, or read from the disk, while the next is traced.
         with concurrent.futures.ThreadPoolExecutor() as pool:
             made = [pool.submit(self._lower(program).compile) for program in wanted]
         self.compiled |= {program.key: future.result() for program, future in zip(wanted, made)}
-        if wanted:
-            _release_memory()
-            self.compile_seconds += time.perf_counter() - start
+        _release_memory()
+        self.compile_seconds += time.perf_counter() - start
 
     def init(self, *args: Any) -> decode.DecodeState:
         """`decode.init_state`. A memory is donated."""

@@ -151,8 +151,12 @@ class Session:
                 yield
         finally:
             # Also after an error in between: what was learned so far stays.
-            if self.state is not None:
-                self.decoder.memory = self.decoder.spec.drafter.memory(self.state.draft)
+            self.keep_memory()
+
+    def keep_memory(self) -> None:
+        """Hands what the drafter learned back to the decoder, which gave it away for this session."""
+        if self.state is not None:
+            self.decoder.memory = self.decoder.spec.drafter.memory(self.state.draft)
 
     def look(self) -> None:
         """Waits for the device and copies what the host needs to see."""

@@ -101,7 +101,7 @@ def record(
                 session.look()
                 on_round(number, int(session.lengths[0]) - len(ids))
         finally:
-            decoder.memory = decoder.spec.drafter.memory(session.state.draft) if session.state else None
+            session.keep_memory()
         text = session.tokens[0, : session.lengths[0]]
         for trees in rounds:
             rest = text[int(trees.length[0]) + 1 :]

@@ -12,17 +12,14 @@ import argparse
 import dataclasses
 import functools
 import heapq
-import json
-import os
-import subprocess
-from importlib import metadata
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from bench_core import _state_after_prompt, console, show
+from bench_core import console, finish, header, show
 
 from graft_jax import decode
+from graft_jax.bench import stages
 from graft_jax.bench.timing import interleaved
 from graft_jax.drafters.base import Params
 from graft_jax.drafters.dflash import Chain, DFlash, Marginal, Slots
@@ -82,7 +79,7 @@ def share(model: str, dtype: str) -> list[dict]:
             plain.spec, drafter=DFlash(config, plain.config, Chain(16), "keep", plain.spec.attention_block,
                                        plain.spec.cache_dtype), row_buckets=()
         )  # fmt: skip
-        state = _state_after_prompt(spec, params, {}, None)
+        state = stages.start(spec, params)
         rounds = jax.jit(lambda params, state, spec=spec: decode.run(spec, params, state, jnp.int32(REPEATED)).tokens)
         policies = {
             "marginal": Marginal(16), "greedy-path": Corrected(16, "greedy-path"), "path": Corrected(16),
@@ -181,21 +178,13 @@ def main() -> None:
     parser.add_argument("--parts", nargs="*", choices=("share", "growth"), default=["share", "growth"])
     parser.add_argument("--out")
     args = parser.parse_args()
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    report: dict = {
-        "model": args.model, "dtype": args.dtype, "commit": commit, "device": str(jax.devices()[0]),
-        "cores": os.cpu_count(), "versions": {name: metadata.version(name) for name in ("jax", "jaxlib", "numpy")},
-    }  # fmt: skip
+    report = header(model=args.model, dtype=args.dtype)
     for part, measure in {"share": share, "growth": growth}.items():
         if part in args.parts:
             report[part] = measure(args.model, args.dtype)
             show(part, report[part])
-    console.print(f"{args.model}, {args.dtype}, {commit}")
-    text = json.dumps(report)
-    print(text)
-    if args.out:
-        with open(args.out, "w") as file:
-            file.write(text + "\n")
+    console.print(f"{args.model}, {args.dtype}, {report['commit']}")
+    finish(report, args.out)
 
 
 if __name__ == "__main__":

@@ -20,12 +20,12 @@ from importlib import metadata
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 from graft_jax import decode, sampling
+from graft_jax.bench import stages
 from graft_jax.bench.datasets import loops, read_first_turns
 from graft_jax.bench.timing import interleaved
 from graft_jax.compare import difference
@@ -52,12 +52,9 @@ def overhead(model: str, dtype: str) -> list[dict]:
         table = SuccessorTable(config.vocab_size, order=3)
         drafter = Graft(Empty(), table, (Stage(0, template),), template, N - 1)
         spec = dataclasses.replace(decoder.spec, drafter=drafter)
-        # Every context of order 1 has successors: all N - 1 nodes are valid in every round.
-        rng = np.random.default_rng(0)
-        full = jnp.asarray(rng.integers(0, config.vocab_size, (config.vocab_size, 8)), jnp.int32)
-        memory = (None, (*table.init()[:-1], table.init()[-1].replace(successors=full)))
         for name, settings in (("T=0", {}), ("T=0.8 top-p 0.95", {"temperature": 0.8, "top_p": 0.95})):
-            state = _state_after_prompt(spec, params, settings, memory)
+            # Every token has successors in the table: all N - 1 nodes are valid in every round.
+            state = stages.start(spec, params, **settings)
             timed = _round_and_forward(spec, params, state, rounds=8)
             rows.append(
                 {
@@ -70,18 +67,6 @@ def overhead(model: str, dtype: str) -> list[dict]:
             )
             console.print(rows[-1])
     return rows
-
-
-def _state_after_prompt(spec, params, settings, memory):
-    ids = np.random.default_rng(1).integers(0, 1000, 64)
-    tokens = jnp.zeros((1, spec.cache_size), jnp.int32).at[0, :64].set(jnp.asarray(ids, jnp.int32))
-    length = jnp.array([64])
-    state = decode.init_state(
-        spec, params, tokens, length, length + 400, jnp.array([spec.drafter.capacity]),
-        jnp.full(decode.MAX_STOP_TOKENS, -1), sampling.make([0], **settings), memory,
-    )  # fmt: skip
-    prefill = jax.jit(decode.prefill_chunk, static_argnums=(0, 4))
-    return prefill(spec, params, state, jnp.int32(0), 64)
 
 
 def _round_and_forward(spec, params, state, rounds: int) -> dict[str, float]:
@@ -255,6 +240,24 @@ def show(title: str, rows: list[dict]) -> None:
     console.print(table)
 
 
+def header(**facts: str) -> dict:
+    """What a report says of where its figures come from."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    return {
+        **facts, "commit": commit, "device": str(jax.devices()[0]), "cores": os.cpu_count(),
+        "versions": {name: metadata.version(name) for name in ("jax", "jaxlib", "numpy")},
+    }  # fmt: skip
+
+
+def finish(report: dict, out: str | None) -> None:
+    """One JSON document to stdout, and to a file if one was named."""
+    text = json.dumps(report)
+    print(text)
+    if out:
+        with open(out, "w") as file:
+            file.write(text + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
@@ -267,11 +270,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="*", choices=PARTS, default=["memory", "overhead", "acceptance"])
     parser.add_argument("--out")
     args = parser.parse_args()
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    report: dict = {
-        "model": args.model, "commit": commit, "device": str(jax.devices()[0]), "cores": os.cpu_count(),
-        "versions": {name: metadata.version(name) for name in ("jax", "jaxlib", "numpy")},
-    }  # fmt: skip
+    report = header(model=args.model)
     runs = {
         "memory": functools.partial(memory, args.model),
         "overhead": functools.partial(overhead, args.model, args.dtype),
@@ -287,11 +286,7 @@ def main() -> None:
     for part in args.parts:
         report[part] = runs[part]()
         show(part, report[part])
-    text = json.dumps(report)
-    print(text)
-    if args.out:
-        with open(args.out, "w") as file:
-            file.write(text + "\n")
+    finish(report, args.out)
 
 
 if __name__ == "__main__":

@@ -9,14 +9,11 @@ the device; times are medians of calls in turn, in one process. Tables go to std
 """
 
 import argparse
-import json
-import os
-from importlib import metadata
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from bench_core import show
+from bench_core import finish, header, show
 
 from graft_jax import engine
 from graft_jax.bench import stages
@@ -71,7 +68,7 @@ def overhead(made, repeats: int) -> dict:
     fused = stages.fused(spec, params, state, 8, repeats)
     parts = stages.by_stage(spec, params, state, CALLS, repeats)
     root = state.tokens[jnp.arange(1), state.length]
-    grow, top = looped(growing(drafter.base, root, state.active), CALLS), looped(drafter._top, CALLS)
+    grow, top = looped(growing(drafter.base, root, state.active), CALLS), looped(drafter.table.choose, CALLS)
     shape = (1, drafter.capacity + 1, spec.model.vocab_size)
     logits = jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32)
     alone = interleaved({"grow": lambda: grow(root), "top": lambda: top(logits)}, repeats)
@@ -136,19 +133,13 @@ def main() -> None:
     parser.add_argument("--out", help="file for the JSON document")
     args = parser.parse_args()
     made = list(decoders(args.model, args.dtype))
-    report = {
-        "model": args.model, "dtype": args.dtype, "device": str(jax.devices()[0]), "cores": os.cpu_count(),
-        "versions": {name: metadata.version(name) for name in ("jax", "jaxlib", "numpy")},
+    report = header(model=args.model, dtype=args.dtype) | {
         "overhead": [overhead(decoder, args.repeats) for decoder in made],
         "draft_step": [draft_step(decoder, args.repeats) for decoder in (made[0], made[-1])],
-    }  # fmt: skip
+    }
     for name in ("overhead", "draft_step"):
         show(name, report[name])
-    text = json.dumps(report)
-    print(text)
-    if args.out:
-        with open(args.out, "w") as file:
-            file.write(text + "\n")
+    finish(report, args.out)
 
 
 if __name__ == "__main__":

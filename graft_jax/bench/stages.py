@@ -34,8 +34,12 @@ def random_params(abstract: Params, thresholds: tuple[float, ...]) -> Params:
     return made.replace(thresholds=jnp.asarray(thresholds, jnp.float32))
 
 
-def start(spec: DecodeSpec, params: Params) -> DecodeState:
-    """A row after a prompt of random tokens; a retrieval table knows successors of every token."""
+def start(spec: DecodeSpec, params: Params, **settings: Any) -> DecodeState:
+    """A row after a prompt of random tokens; a retrieval table knows successors of every token.
+
+    Args:
+        settings: of the sampling (see `sampling.make`).
+    """
     rng, drafter = np.random.default_rng(0), spec.drafter
     memory = None
     if isinstance(drafter, Graft):
@@ -47,7 +51,7 @@ def start(spec: DecodeSpec, params: Params) -> DecodeState:
     length, stops = jnp.array([CHUNK]), jnp.full(MAX_STOP_TOKENS, -1)
     limit, budget = jnp.array([spec.max_length]), jnp.array([drafter.capacity])
     init = jax.jit(decode.init_state, static_argnums=0)
-    state = init(spec, params, tokens, length, limit, budget, stops, sampling.make([0]), memory)
+    state = init(spec, params, tokens, length, limit, budget, stops, sampling.make([0], **settings), memory)
     prefill = jax.jit(decode.prefill_chunk, static_argnums=(0, 4), donate_argnums=2)
     return prefill(spec, params, state, jnp.int32(0), CHUNK)
 
