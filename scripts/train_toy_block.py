@@ -73,9 +73,7 @@ def train(name: str, steps: int) -> tuple[DFlashConfig, dflash.DFlashParams]:
         mask = jnp.ones(tokens.shape, bool)
         anchors, keep = block_losses.sample_anchors(key, mask, ANCHORS)
         rest = (target_config, target, taps, tokens, mask, anchors, keep, GAMMA)
-        if name == "dflash":
-            return block_losses.dflash_loss(config, params, *rest)
-        return block_losses.domino_loss(config, params, *rest, block_losses.base_anchor(step, steps))
+        return block_losses.block_loss(config, params, *rest, block_losses.base_anchor(step, steps))[0]
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def update(params, state, taps, tokens, key, step):
