@@ -138,21 +138,10 @@ def main() -> None:
     args = parser.parse_args()
     for name in [] if args.measure else args.names:
         config, params = train(name, args.steps)
-        halves = jax.tree.map(lambda x: x.astype(jnp.bfloat16), _rows_first(params))
         shutil.rmtree(store.FOLDER / name, ignore_errors=True)
-        save_block_drafter(store.FOLDER / name, config, halves)
+        save_block_drafter(store.FOLDER / name, config, dflash.to_bfloat16(params))
     for temperature in (0.0, 1.0):
         print(temperature, measure(temperature))
-
-
-def _rows_first(params):
-    """Linear weights as bfloat16 keeps them, (out, in): all matrices but the gathered one."""
-
-    def turn(path, x):
-        gathered = path[0].name == "domino" and path[-1].name == "up"
-        return x.T if x.ndim == 2 and not gathered else x
-
-    return jax.tree.map_with_path(turn, params)
 
 
 if __name__ == "__main__":

@@ -136,7 +136,9 @@ def test_packed_texts_are_as_texts_alone(head):
     line = lambda x: np.concatenate([x[:1, :cut], x[1:]], axis=1)
     segments = np.array([[1] * cut + [2] * S])
     anchors, keep = np.array([[3, 5, cut + 7, cut + 8]]), np.ones((1, 4), bool)
-    packed, metrics = run(*map(jnp.asarray, (line(TOKENS), line(TRAINED), anchors, keep)), joined, jnp.asarray(segments))
+    packed, metrics = run(
+        *map(jnp.asarray, (line(TOKENS), line(TRAINED), anchors, keep)), joined, jnp.asarray(segments)
+    )
     np.testing.assert_array_equal(metrics.labels, apart[0][1].labels + apart[1][1].labels)
     decay = np.exp(-np.arange(config.num_drafted) / GAMMA)
     mass = [float((decay * np.asarray(m.labels)).sum()) for _, m in apart]
@@ -162,7 +164,9 @@ def test_no_block_sees_a_feature_at_or_after_its_anchor(head):
     def reach(taps):
         def block(n):
             return lambda taps: jnp.abs(
-                block_losses.outputs(config, params.drafter, params.target.embed, taps, *map(jnp.asarray, (TOKENS, ANCHORS)))[:, n]
+                block_losses.outputs(
+                    config, params.drafter, params.target.embed, taps, *map(jnp.asarray, (TOKENS, ANCHORS))
+                )[:, n]
             ).sum()
 
         return [jax.grad(block(n))(taps) for n in range(3)]
@@ -178,7 +182,9 @@ def test_nothing_to_train_is_no_loss():
     config, target, params = random_drafter()
     args = list(arguments(config, target, params))
     args[6] = jnp.zeros_like(args[6])
-    loss, grads = jax.jit(jax.value_and_grad(lambda p: block_losses.block_loss(config, p, *args[2:])[0]))(params.drafter)
+    loss, grads = jax.jit(jax.value_and_grad(lambda p: block_losses.block_loss(config, p, *args[2:])[0]))(
+        params.drafter
+    )
     assert loss == 0
     assert all((g == 0).all() for g in jax.tree.leaves(grads))
 

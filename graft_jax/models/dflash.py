@@ -70,6 +70,16 @@ def init_params(config: DFlashConfig, key: Array, dtype, std: float = 0.02) -> D
     return jax.tree.unflatten(tree, [leaf(path, shape, k) for (path, shape), k in zip(leaves, keys)])
 
 
+def to_bfloat16(params: DFlashParams) -> DFlashParams:
+    """float32 weights in bfloat16, in its layout. Differentiable."""
+
+    def turn(path, x: Array) -> Array:
+        gathered = path[0].name == "domino" and path[-1].name == "up"
+        return (x.T if x.ndim == 2 and not gathered else x).astype(jnp.bfloat16)
+
+    return jax.tree.map_with_path(turn, params)
+
+
 def context(
     config: DFlashConfig, params: DFlashParams, taps: tuple[Float[Array, "B T M"], ...], positions: Int[Array, "B T"]
 ) -> Block:
