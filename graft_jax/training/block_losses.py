@@ -145,7 +145,8 @@ def block_loss(
     hidden = outputs(config, params, target.embed, taps, tokens, anchors, segments)
     B, N, D, M = hidden.shape
     share = weights / (weights.sum() + 1e-6)
-    rows, head, low, up = hidden.reshape(-1, M), params.domino, None, None
+    rows, head = hidden.reshape(-1, M), params.domino
+    low = up = None
     by_final, by_base = share, jnp.zeros_like(share)
     if head is not None:
         assert config.domino is not None and base_weight is not None
@@ -155,7 +156,7 @@ def block_loss(
         up, by_final, by_base = head.up, share * (1.0 - base_weight), share * base_weight
     rows_of_head = target.embed if target.head is None else target.head
     contracting = 1 if target.head is None or not is_transposed(target.head.dtype) else 0
-    flat = (labels.reshape(-1), by_final.reshape(-1), by_base.reshape(-1))
+    flat = [x.reshape(-1) for x in (labels, by_final, by_base)]
     spec = (contracting, target_config.num_tokens)
     total, entropy, right = _cross_entropy(spec, rows, low, jax.lax.stop_gradient(rows_of_head), up, *flat)
     counted = weights > 0
@@ -268,4 +269,4 @@ def _scan(spec, hidden, low, head, up, labels, by_final, by_base, gradients: boo
     result = (value.sum(), ce, right)
     if not gradients:
         return result, None
-    return result, (found[0], found[1], None if up is None else by_up.astype(up.dtype))
+    return result, (found[0], found[1], None if up is None or by_up is None else by_up.astype(up.dtype))
