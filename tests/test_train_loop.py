@@ -27,6 +27,9 @@ from graft_jax.training import feature_cache, loop, plot, shards
 from graft_jax.training.log import read_log
 from graft_jax.training.run import read_run
 
+# On one worker: the run that all compare with is made once, and two processes that compile the same programs at the
+# same moment may read one another's half-written cache entries.
+pytestmark = pytest.mark.xdist_group("train_loop")
 STEPS = 40
 RUNS = Path(__file__).parent.parent / "configs" / "runs"
 QUIET = Console(file=io.StringIO())
