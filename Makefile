@@ -25,7 +25,7 @@ demo: setup
 	$(BIN)/graft-jax generate --compare "Explain how to make tea, coffee and hot chocolate, step by step."
 
 test: $(VENV)/.setup-test
-	$(BIN)/python -m pytest -n 2 -m "not slow and not parity and not portability" $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow and not parity and not portability" $(ARGS)
 
 test-all: $(VENV)/.setup-test
 	$(BIN)/python -m pytest -m "not parity and not portability" $(ARGS)

@@ -73,9 +73,7 @@ def train(name: str, steps: int) -> tuple[DFlashConfig, dflash.DFlashParams]:
         mask = jnp.ones(tokens.shape, bool)
         anchors, keep = block_losses.sample_anchors(key, mask, ANCHORS)
         rest = (target_config, target, taps, tokens, mask, anchors, keep, GAMMA)
-        if name == "dflash":
-            return block_losses.dflash_loss(config, params, *rest)
-        return block_losses.domino_loss(config, params, *rest, block_losses.base_anchor(step, steps))
+        return block_losses.block_loss(config, params, *rest, block_losses.base_anchor(step, steps))[0]
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def update(params, state, taps, tokens, key, step):
@@ -140,21 +138,10 @@ def main() -> None:
     args = parser.parse_args()
     for name in [] if args.measure else args.names:
         config, params = train(name, args.steps)
-        halves = jax.tree.map(lambda x: x.astype(jnp.bfloat16), _rows_first(params))
         shutil.rmtree(store.FOLDER / name, ignore_errors=True)
-        save_block_drafter(store.FOLDER / name, config, halves)
+        save_block_drafter(store.FOLDER / name, config, dflash.to_bfloat16(params))
     for temperature in (0.0, 1.0):
         print(temperature, measure(temperature))
-
-
-def _rows_first(params):
-    """Linear weights as bfloat16 keeps them, (out, in): all matrices but the gathered one."""
-
-    def turn(path, x):
-        gathered = path[0].name == "domino" and path[-1].name == "up"
-        return x.T if x.ndim == 2 and not gathered else x
-
-    return jax.tree.map_with_path(turn, params)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """A toy head from prepared data to its exported folder: resume, refusals, evaluation, export."""
 
 import functools
+import io
 import json
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from test_train_data import MODEL, write_lines
 
 from graft_jax import cli
 from graft_jax.engine import SpeculativeDecoder
+from graft_jax.io.block_drafter import load_block_drafter
 from graft_jax.io.checkpoint import load_target
 from graft_jax.io.drafter import load_eagle3
 from graft_jax.models import eagle3
@@ -25,36 +27,31 @@ from graft_jax.training import feature_cache, loop, plot, shards
 from graft_jax.training.log import read_log
 from graft_jax.training.run import read_run
 
+# On one worker: the run that all compare with is made once.
+pytestmark = pytest.mark.xdist_group("train_loop")
 STEPS = 40
-RUN = f"""
-model: {MODEL}
-data: DATA
-drafter: {{kind: eagle3, draft_vocab_size: 256, ttt_steps: 3}}
-dtype: float32
-batch_rows: 8
-steps: {STEPS}
-peak: 4.0e-3
-log_every: 1
-checkpoint_every: 7
-evaluate_every: 0
-evaluate_prompts: 6
-evaluate_tokens: 24
-"""
-QUIET = Console(quiet=True)
+RUNS = Path(__file__).parent.parent / "configs" / "runs"
+QUIET = Console(file=io.StringIO())
 
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("data")
-    lines = write_lines(folder / "lines.jsonl", 400)
-    command = ["prepare", str(lines), "--model", MODEL, "--length", "64", "--held-out", "0.1", "--keep-loops"]
-    assert cli.main([*command, "--out", str(folder / "toy")]) == 0
-    (folder / "toy.yaml").write_text(RUN.replace("DATA", str(folder / "toy")))
+    texts = write_lines(folder / "lines.jsonl", 400)
+    arguments = ["prepare", str(texts), "--model", MODEL, "--length", "64", "--held-out", "0.1", "--keep-loops"]
+    assert cli.main([*arguments, "--out", str(folder / "toy")]) == 0
     return folder
 
 
-def settings(prepared: Path, out: Path, **more):
-    return read_run(prepared / "toy.yaml", {"out": str(out), **more})
+def settings(prepared: Path, out: Path, kind: str = "eagle3", **more):
+    places = {"model": MODEL, "data": str(prepared / "toy"), "out": str(out)}
+    return read_run(RUNS / f"toy-{kind}.yaml", {**places, **more})
+
+
+def command(prepared: Path, out: Path, *more: str) -> list[str]:
+    """Arguments of the command line for the same run."""
+    changes = [f"model={MODEL}", f"data={prepared / 'toy'}", f"out={out}", *more]
+    return ["train", str(RUNS / "toy-eagle3.yaml"), *(part for change in changes for part in ("--set", change))]
 
 
 @pytest.fixture(scope="module")
@@ -117,11 +114,10 @@ def test_crashes_anywhere_end_in_the_same_weights(prepared, undisturbed, tmp_pat
 
 @pytest.mark.slow
 def test_ten_kills_end_in_the_same_weights(prepared, undisturbed, tmp_path):
-    command = [sys.executable, "-m", "graft_jax.cli", "train", str(prepared / "toy.yaml"), "--set", f"out={tmp_path}",
-               "--set", "checkpoint_every=2"]  # fmt: skip
+    started = [sys.executable, "-m", "graft_jax.cli", *command(prepared, tmp_path, "checkpoint_every=2")]
     rng, kills = np.random.default_rng(0), 0
     while kills < 10:
-        process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(started, stderr=subprocess.DEVNULL)
         wanted = rng.integers(1, 4)
         log = tmp_path / "log.jsonl"
         seen = len(log.read_text().splitlines()) if log.exists() else 0
@@ -137,7 +133,7 @@ def test_ten_kills_end_in_the_same_weights(prepared, undisturbed, tmp_path):
         process.wait()
         kills += 1
     assert kills == 10
-    assert subprocess.run(command, stderr=subprocess.DEVNULL).returncode == 0
+    assert subprocess.run(started, stderr=subprocess.DEVNULL).returncode == 0
     assert weights(tmp_path) == weights(undisturbed)
 
 
@@ -165,7 +161,7 @@ def test_a_loss_that_is_not_finite_stops_and_names_step_and_batch(prepared, tmp_
 def test_export_reads_back_to_the_same_logits(prepared, undisturbed):
     config, target, _ = load_target(MODEL, dtype="bfloat16")
     run = settings(prepared, undisturbed)
-    head_config = run.drafter.config(config)
+    head_config = run.drafter.config(config, None)
     kept = loop.restore(run)
     read_config, read = load_eagle3(undisturbed / "drafter", config, dtype="bfloat16")
     assert read_config == head_config
@@ -217,11 +213,36 @@ def test_run_files_say_what_is_wrong(prepared, tmp_path, change, message):
 
 
 def test_the_command_line_trains_and_prints(prepared, tmp_path, capsys):
-    sets = ["--set", f"out={tmp_path}", "--set", "steps=2", "--set", "evaluate_prompts=0"]
-    assert cli.main(["train", str(prepared / "toy.yaml"), "--print-config", *sets]) == 0
+    arguments = command(prepared, tmp_path, "steps=2", "evaluate_prompts=0")
+    assert cli.main([*arguments, "--print-config"]) == 0
     assert "ttt_steps=3" in capsys.readouterr().err
-    assert cli.main(["train", str(prepared / "toy.yaml"), *sets]) == 0
+    assert cli.main(arguments) == 0
     assert json.loads((tmp_path / "drafter" / "config.json").read_text())["draft_vocab_size"] == 256
+
+
+@pytest.mark.parametrize("kind", ["dflash", "domino"])
+def test_block_drafters_train_resume_and_export(prepared, tmp_path, kind):
+    run = settings(prepared, tmp_path / "whole", kind)
+    last = loop.train(run, QUIET)
+    entries = [entry for entry in lines(tmp_path / "whole") if entry["kind"] == "train"]
+    assert entries[-1]["losses"][0] < 0.85 * entries[0]["losses"][0]
+    assert last["acceptance_length"] > 1.3 and last["acceptance_length"] > 1 + last["first_slot_acceptance"]
+    assert abs(last["first_slot_acceptance"] - last["held_out_accuracy"][0]) < 0.15
+
+    config, target, _ = load_target(MODEL, dtype="bfloat16")
+    read_config, read = load_block_drafter(tmp_path / "whole" / "drafter", config, dtype="bfloat16")
+    assert read_config == run.drafter.config(config, None)
+    mine = run.drafter.stored(loop.restore(run).params)
+    for a, b in zip(jax.tree.leaves(mine), jax.tree.leaves(read), strict=True):
+        np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+
+    broken = settings(prepared, tmp_path / "parts", kind)
+    stop = lambda entry: (_ for _ in ()).throw(Crash) if entry["step"] == 20 else None
+    with pytest.raises(Crash), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop.RunLog, "write", lambda self, entry: stop(entry))
+        loop.train(broken, QUIET)
+    loop.train(broken, QUIET)
+    assert weights(tmp_path / "parts") == weights(tmp_path / "whole")
 
 
 def test_plot(undisturbed, tmp_path):

@@ -60,6 +60,16 @@ def init_params(config: DFlashConfig, key: Array, dtype, std: float = 0.02) -> D
     return random_like(abstract_params(config, dtype), key, std)
 
 
+def to_bfloat16(params: DFlashParams) -> DFlashParams:
+    """float32 weights in bfloat16, in its layout. Differentiable."""
+
+    def turn(path, x: Array) -> Array:
+        gathered = path[0].name == "domino" and path[-1].name == "up"
+        return (x.T if x.ndim == 2 and not gathered else x).astype(jnp.bfloat16)
+
+    return jax.tree.map_with_path(turn, params)
+
+
 def context(
     config: DFlashConfig, params: DFlashParams, taps: tuple[Float[Array, "B T M"], ...], positions: Int[Array, "B T"]
 ) -> Block:
@@ -84,6 +94,7 @@ def hidden(
     cache: KVCache,
     length: Int[Array, "B"],
     block: int = 0,
+    start: Int[Array, "B"] | None = None,
 ) -> Float[Array, "B T M"]:
     """Normed outputs of all T slots.
 
@@ -92,6 +103,7 @@ def hidden(
         anchor: the token at position `length`.
         cache: of `context`, for the positions below `length`.
         block: see `layers.attend`.
+        start: the first position that is seen; 0 if None.
     """
     model, T, B = config.model, config.block_size, anchor.shape[0]
     H, E, eps = model.num_heads, model.head_dim, model.rms_norm_eps
@@ -105,12 +117,14 @@ def hidden(
         y = rms_norm(x, layer.attn_norm, eps)
         q = rms_norm(linear(y, layer.q).reshape(B, T, H, E), _norm(layer.q_norm), eps)
         k, v = _keys_values(config, layer, y, rotation)
-        mask, first = jnp.ones((T, T), bool), None
+        mask = jnp.ones((T, T), bool)
+        first = None if start is None else jnp.broadcast_to(start[:, None], (B, T))
         if config.causal[i]:
             mask &= distance >= 0
         if config.windows[i]:
             mask &= jnp.abs(distance) < config.windows[i]
-            first = positions - config.windows[i] + 1
+            edge = positions - config.windows[i] + 1
+            first = edge if first is None else jnp.maximum(first, edge)
         attended = attend(
             rope.rotate(q, *rotation), cache.keys[i], cache.values[i], length, k.astype(cache.dtype),
             v.astype(cache.dtype), jnp.broadcast_to(mask[None], (B, T, T)), block, first,

@@ -5,17 +5,24 @@ a, the token itself, and masks. It runs through the very functions that draft. S
 something is trained to say the token at a + d + 1, in both label conventions.
 """
 
+
+import flax.struct
 import jax
 import jax.numpy as jnp
 
 from graft_jax.config import ModelConfig
-from graft_jax.models import dflash, domino, transformer
+from graft_jax.models import dflash, domino
 from graft_jax.models.cache import KVCache
 from graft_jax.models.dflash import DFlashParams, DominoParams
 from graft_jax.models.dflash_config import DFlashConfig
-from graft_jax.models.layers import linear
+from graft_jax.models.layers import input_gradient, is_transposed, linear, matmul, weight_gradient
 from graft_jax.models.transformer import TargetParams
+from graft_jax.sampling import first_argmax
+from graft_jax.training.features import positions
 from graft_jax.types import Array, Bool, Float, Int
+
+BLOCKS = 16  # run as one batch
+ROWS = 128  # of logits held at a time
 
 
 def sample_anchors(
@@ -42,17 +49,22 @@ def targets(
     keep: Bool[Array, "B N"],
     depth: int,
     gamma: float,
+    segments: Int[Array, "B S"] | None = None,
 ) -> tuple[Int[Array, "B N D"], Float[Array, "B N D"]]:
     """Labels of every slot and their weights, exp(-d / gamma), 0 behind the text and where nothing is trained."""
     S = tokens.shape[1]
     slot = jnp.arange(depth)
     where = anchors[:, :, None] + 1 + slot[None, None, :]
     flat = jnp.minimum(where, S - 1).reshape(tokens.shape[0], -1)
-    labels = jnp.take_along_axis(tokens, flat, axis=1).reshape(where.shape)
-    counts = jnp.take_along_axis(loss_mask, flat, axis=1).reshape(where.shape)
-    counts &= (where < S) & keep[:, :, None]
+
+    def take(x: Array) -> Array:
+        return jnp.take_along_axis(x, flat, axis=1).reshape(where.shape)
+
+    counts = take(loss_mask) & (where < S) & keep[:, :, None]
+    if segments is not None:
+        counts &= take(segments) == jnp.take_along_axis(segments, anchors, axis=1)[:, :, None]
     decay = jnp.exp(-slot.astype(jnp.float32) / gamma)
-    return labels, jnp.where(counts, decay[None, None, :], 0.0)
+    return take(tokens), jnp.where(counts, decay[None, None, :], 0.0)
 
 
 def outputs(
@@ -62,23 +74,51 @@ def outputs(
     taps: tuple[Float[Array, "B S M"], ...],
     tokens: Int[Array, "B S"],
     anchors: Int[Array, "B N"],
+    segments: Int[Array, "B S"] | None = None,
 ) -> Float[Array, "B N D M"]:
-    """What the backbone says in every slot that says something, of all blocks of a text."""
+    """What the backbone says in every slot that says something, of all blocks of a text.
+
+    Blocks run in groups, each group as a batch; a group's cache is repeated for each of its blocks.
+    """
     B, S = tokens.shape
+    N = anchors.shape[1]
     made = dflash.context(config, params, taps, jnp.broadcast_to(jnp.arange(S)[None, :], (B, S)))
-    cache = KVCache(
-        tuple(key.transpose(0, 2, 3, 1) for key in made.keys),
-        tuple(value.transpose(0, 2, 1, 3) for value in made.values),
-    )
     roots = jnp.take_along_axis(tokens, anchors, axis=1)
+    first = jnp.zeros_like(anchors)
+    if segments is not None:
+        first = jnp.take_along_axis(jnp.arange(S)[None, :] - positions(segments), anchors, axis=1)
 
-    def run(root, length):
-        return dflash.hidden(config, params, embed, root, cache, length)
+    def run(group):
+        root, length, start = (x.reshape(-1) for x in group)
+        count = group[0].shape[1]
+        cache = KVCache(
+            tuple(jnp.repeat(key.transpose(0, 2, 3, 1), count, axis=0) for key in made.keys),
+            tuple(jnp.repeat(value.transpose(0, 2, 1, 3), count, axis=0) for value in made.values),
+        )
+        out = dflash.hidden(config, params, embed, root, cache, length, start=start)
+        return out.reshape(B, count, *out.shape[1:])
 
-    return jax.vmap(run, in_axes=1, out_axes=1)(roots, anchors)[:, :, config.first_slot :]
+    groups = -(-N // BLOCKS)
+    if groups == 1:
+        return run((roots, anchors, first))[:, :, config.first_slot :]
+    size = -(-N // groups)
+
+    def split(x: Array) -> Array:
+        return jnp.pad(x, ((0, 0), (0, groups * size - N))).reshape(B, groups, size).transpose(1, 0, 2)
+
+    out = jax.lax.map(jax.checkpoint(run), (split(roots), split(anchors), split(first)))
+    return jnp.moveaxis(out, 0, 1).reshape(B, groups * size, *out.shape[3:])[:, :N, config.first_slot :]
 
 
-def dflash_loss(
+class BlockMetrics(flax.struct.PyTreeNode):
+    """By slot: mean loss, accuracy against the text's token, and labels that counted."""
+
+    losses: Float[Array, "D"]
+    accuracy: Float[Array, "D"]
+    labels: Int[Array, "D"]
+
+
+def block_loss(
     config: DFlashConfig,
     params: DFlashParams,
     target_config: ModelConfig,
@@ -89,39 +129,43 @@ def dflash_loss(
     anchors: Int[Array, "B N"],
     keep: Bool[Array, "B N"],
     gamma: float,
-) -> Float[Array, ""]:
-    """Weighted cross-entropy of all slots, in nats."""
-    labels, weights = targets(tokens, loss_mask, anchors, keep, config.num_drafted, gamma)
-    hidden = outputs(config, params, target.embed, taps, tokens, anchors)
-    return mean_cross_entropy(base_logits(target_config, target, hidden), labels, weights)
+    base_weight: Float[Array, ""] | None = None,
+    segments: Int[Array, "B S"] | None = None,
+) -> tuple[Float[Array, ""], BlockMetrics]:
+    """Weighted cross-entropy of all slots, in nats; of a Domino drafter (1 - w) CE(corrected) + w CE(base).
 
-
-def domino_loss(
-    config: DFlashConfig,
-    params: DFlashParams,
-    target_config: ModelConfig,
-    target: TargetParams,
-    taps: tuple[Float[Array, "B S M"], ...],
-    tokens: Int[Array, "B S"],
-    loss_mask: Bool[Array, "B S"],
-    anchors: Int[Array, "B N"],
-    keep: Bool[Array, "B N"],
-    gamma: float,
-    base_weight: Float[Array, ""],
-) -> Float[Array, ""]:
-    """(1 - w) CE(corrected) + w CE(base), the state running over the true tokens.
+    Domino's state runs over the true tokens. Some rows of logits are held at a time.
 
     Args:
-        base_weight: w, from `base_anchor`; at 1 the head learns nothing.
+        base_weight: w, from `base_anchor`; at 1 the head learns nothing. Of no use to a DFlash drafter.
+        segments: texts of a row, which do not see one another; one text a row if None.
     """
-    assert config.domino is not None and params.domino is not None
-    labels, weights = targets(tokens, loss_mask, anchors, keep, config.num_drafted, gamma)
-    hidden = outputs(config, params, target.embed, taps, tokens, anchors)
-    base = base_logits(target_config, target, hidden)
-    roots = jnp.take_along_axis(tokens, anchors, axis=1)
-    final = corrected_logits(config.domino.prefix, params.domino, target.embed, hidden, base, roots, labels)
-    corrected = mean_cross_entropy(final, labels, weights)
-    return (1.0 - base_weight) * corrected + base_weight * mean_cross_entropy(base, labels, weights)
+    labels, weights = targets(tokens, loss_mask, anchors, keep, config.num_drafted, gamma, segments)
+    hidden = outputs(config, params, target.embed, taps, tokens, anchors, segments)
+    B, N, D, M = hidden.shape
+    share = weights / (weights.sum() + 1e-6)
+    rows, head = hidden.reshape(-1, M), params.domino
+    low = up = None
+    by_final, by_base = share, jnp.zeros_like(share)
+    if head is not None:
+        assert config.domino is not None and base_weight is not None
+        roots = jnp.take_along_axis(tokens, anchors, axis=1)
+        low = _compressed(head, target.embed, hidden, roots, labels)
+        low = jnp.where((jnp.arange(D) >= config.domino.prefix)[None, None, :, None], low, 0.0).reshape(B * N * D, -1)
+        up, by_final, by_base = head.up, share * (1.0 - base_weight), share * base_weight
+    rows_of_head = target.embed if target.head is None else target.head
+    contracting = 1 if target.head is None or not is_transposed(target.head.dtype) else 0
+    labels, by_final, by_base = labels.reshape(-1), by_final.reshape(-1), by_base.reshape(-1)
+    spec = (contracting, target_config.num_tokens)
+    total, entropy, right = _cross_entropy(
+        spec, rows, low, jax.lax.stop_gradient(rows_of_head), up, labels, by_final, by_base
+    )
+    counted = weights > 0
+    count = counted.sum(axis=(0, 1), dtype=jnp.int32)
+    least = jnp.maximum(count, 1).astype(jnp.float32)
+    entropy = jnp.where(counted, entropy.reshape(weights.shape), 0.0).sum(axis=(0, 1)) / least
+    accuracy = (right.reshape(weights.shape) & counted).sum(axis=(0, 1)).astype(jnp.float32) / least
+    return total, BlockMetrics(entropy, accuracy, count)
 
 
 def base_anchor(step: Int[Array, ""], total: int, ratio: float = 1.0, start: float = 1.0) -> Float[Array, ""]:
@@ -130,23 +174,14 @@ def base_anchor(step: Int[Array, ""], total: int, ratio: float = 1.0, start: flo
     return start * jnp.maximum(0.0, 1.0 - share)
 
 
-def base_logits(
-    target_config: ModelConfig, target: TargetParams, hidden: Float[Array, "B N D M"]
-) -> Float[Array, "B N D V"]:  # fmt: skip
-    B, N, D, M = hidden.shape
-    return transformer.logits(target_config, target, hidden.reshape(B, N * D, M)).reshape(B, N, D, -1)
-
-
-def corrected_logits(
-    prefix: int,
+def _compressed(
     head: DominoParams,
     embed: Float[Array, "V M"],
     hidden: Float[Array, "B N D M"],
-    base: Float[Array, "B N D V"],
     roots: Int[Array, "B N"],
     labels: Int[Array, "B N D"],
-) -> Float[Array, "B N D V"]:
-    """Logits of every slot given the true tokens before it."""
+) -> Float[Array, "B N D R"]:
+    """The low-rank input of every slot's correction, given the true tokens before it."""
     B, N, D, M = hidden.shape
     before = jnp.concatenate([roots[:, :, None], labels[:, :, :-1]], axis=2)
 
@@ -154,19 +189,87 @@ def corrected_logits(
         state = domino.advance(head, embed, state, tokens)
         return state, state
 
-    G = head.gru_state.shape[0] if head.gru_state.dtype == jnp.float32 else head.gru_state.shape[1]
+    G = head.gru_state.shape[0] if is_transposed(head.gru_state.dtype) else head.gru_state.shape[1]
     _, states = jax.lax.scan(step, jnp.zeros((B, N, G), jnp.float32), before.transpose(2, 0, 1))
     states = states.transpose(1, 2, 0, 3).reshape(B, N * D, G)
     low = domino.compress(head, linear(hidden.reshape(B, N * D, M), head.hidden_down), states)
-    delta = domino.correction(head, low).reshape(base.shape)
-    return jnp.where((jnp.arange(D) >= prefix)[None, None, :, None], base + delta, base)
+    return low.reshape(B, N, D, -1)
 
 
-def mean_cross_entropy(
-    logits: Float[Array, "B N D V"], labels: Int[Array, "B N D"], weights: Float[Array, "B N D"]
-) -> Float[Array, ""]:
-    """In nats; 0 where all weights are."""
-    picked = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
-    loss = jax.nn.logsumexp(logits, axis=-1) - picked
-    loss = jnp.where(weights > 0, loss, 0.0)  # a label without weight may be a token that is masked out
-    return (weights * loss).sum() / (weights.sum() + 1e-6)
+def _cross_entropy_sum(spec, hidden, low, head, up, labels, by_final, by_base) -> tuple[Array, Array, Array]:
+    """Sum of `by_final` CE(base + low up) + `by_base` CE(base) with base = hidden head.
+
+    The gradient of a cross-entropy by its logits is known with the logits, so that none is kept nor made twice.
+
+    Args:
+        spec: the head's contracting axis, and how many of its ids tokens have.
+        head: a constant.
+
+    Returns:
+        The sum; the final cross-entropy of each row; whether its arg-max is the label.
+    """
+    return _scan(spec, hidden, low, head, up, labels, by_final, by_base, gradients=False)[0]
+
+
+_cross_entropy = jax.custom_vjp(_cross_entropy_sum, nondiff_argnums=(0,))
+
+
+def _cross_entropy_forward(spec, *args):
+    return _scan(spec, *args, gradients=True)
+
+
+def _cross_entropy_backward(spec, saved, cotangents):
+    by_hidden, by_low, by_up = jax.tree.map(lambda x: (x * cotangents[0]).astype(x.dtype), saved)
+    return by_hidden, by_low, None, by_up, None, None, None
+
+
+_cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
+
+
+def _scan(spec, hidden, low, head, up, labels, by_final, by_base, gradients: bool):
+    contracting, num_tokens = spec
+    n = hidden.shape[0]
+    V = head.shape[1 - contracting]
+    padding = jnp.where(jnp.arange(V) < num_tokens, 0.0, -jnp.inf)
+
+    def chunk(by_up, inputs):
+        x, small, label, of_final, of_base = inputs
+        base = matmul(x, head, contracting) + padding[None, :]
+        final = base if up is None else base + matmul(small, up, 1)
+        hot = (label[:, None] == jnp.arange(V)[None, :]).astype(jnp.float32)
+
+        def entropy(logits):
+            total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+            picked = jnp.take_along_axis(logits, label[:, None], axis=-1)
+            # A label without weight may be a token that is masked out.
+            return jnp.where((of_final + of_base)[:, None] > 0, total - picked, 0.0)[:, 0], total
+
+        ce, total = entropy(final)
+        ce_base, total_base = (ce, total) if up is None else entropy(base)
+        value = (of_final * ce + of_base * ce_base).sum()
+        right = first_argmax(final) == label
+        if not gradients:
+            return by_up, (value, ce, right)
+        d_final = (jnp.exp(final - total) - hot) * of_final[:, None]
+        d_base = d_final + (jnp.exp(base - total_base) - hot) * of_base[:, None]
+        by_x = input_gradient(d_base.astype(head.dtype), head, contracting).astype(x.dtype)
+        by_small = None
+        if up is not None:
+            d_final = d_final.astype(up.dtype)
+            by_small = input_gradient(d_final, up, 1).astype(small.dtype)
+            by_up += weight_gradient(small.astype(up.dtype), d_final, 1)
+        return by_up, (value, ce, right, by_x, by_small)
+
+    def split(x: Array) -> Array:
+        x = jnp.pad(x, [(0, -n % ROWS)] + [(0, 0)] * (x.ndim - 1))
+        return x.reshape(-1, ROWS, *x.shape[1:])
+
+    inputs = jax.tree.map(split, (hidden, low, labels, by_final, by_base))
+    zero = None if up is None or not gradients else jnp.zeros(up.shape)
+    by_up, made = jax.lax.scan(chunk, zero, inputs)
+    value, *rest = made
+    ce, right, *found = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:n], tuple(rest))
+    result = (value.sum(), ce, right)
+    if not gradients:
+        return result, None
+    return result, (found[0], found[1], None if up is None or by_up is None else by_up.astype(up.dtype))

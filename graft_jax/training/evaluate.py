@@ -16,6 +16,11 @@ from graft_jax.training.feature_cache import FeatureSource
 from graft_jax.training.run import RunConfig
 
 
+def summary(metrics: Any) -> dict[str, list[float]]:
+    """Losses and accuracies by step or slot, for a log."""
+    return {name: [round(float(x), 5) for x in getattr(metrics, name)] for name in ("losses", "accuracy")}
+
+
 class Evaluation:
     """Evaluates parameters on the held-out texts of a run; compiles on the first call.
 
@@ -46,7 +51,7 @@ class Evaluation:
             for start in range(0, len(rows), self._run.batch_rows):
                 index = np.arange(start, start + self._run.batch_rows) % len(rows)
                 value, metrics = self._loss(params, self._source.batch(index.tolist()), jnp.int32(0))
-                values.append({"loss": float(value), **self._run.drafter.summary(metrics)})
+                values.append({"loss": float(value), **summary(metrics)})
             found = {
                 f"held_out_{name}": np.mean([v[name] for v in values], axis=0).round(5).tolist() for name in values[0]
             }

@@ -57,7 +57,7 @@ def train(run: RunConfig, console: Console) -> dict[str, Any]:
         )
     total = run.num_steps(len(rows))
     facts = feature_cache.facts(target_config, target, manifest)
-    config = run.drafter.config(target_config)
+    config = run.drafter.config(target_config, tokenizer)
     source = feature_cache.FeatureSource(target_config, target, config.taps, rows, run.cache_folder, facts)
     optimizer, state = _start(run, config, target_config, target, rows)
     run.folder.mkdir(parents=True, exist_ok=True)
@@ -107,7 +107,7 @@ def train(run: RunConfig, console: Console) -> dict[str, Any]:
                     speed = (tokens_at(i) - tokens_at(since)) / (now - clock)
                     clock, since = now, i
                     entry = {"kind": "train", "step": i, "tokens": tokens_at(i), "loss": round(float(value), 5),
-                             "gradient_norm": round(float(norm), 5), **run.drafter.summary(metrics),
+                             "gradient_norm": round(float(norm), 5), **evaluate.summary(metrics),
                              "tokens_per_second": round(speed, 1)}  # fmt: skip
                     log.write(entry)
                     shown = " ".join(f"{x:.2f}" for x in entry.get("accuracy", []))
@@ -143,9 +143,9 @@ def restore(run: RunConfig) -> step.TrainState:
         ValueError: there is none, or it is of other settings.
     """
     rows = shards.read(run.data_folder, "train")
-    target_config, target, _ = load_target(run.model, dtype=run.dtype)
+    target_config, target, tokenizer = load_target(run.model, dtype=run.dtype)
     facts = feature_cache.facts(target_config, target, shards.read_manifest(run.data_folder))
-    state = _start(run, run.drafter.config(target_config), target_config, target, rows)[1]
+    state = _start(run, run.drafter.config(target_config, tokenizer), target_config, target, rows)[1]
     checkpoints = Checkpoints(run.folder / "checkpoints", {**run.determining(len(rows)), **facts})
     if checkpoints.latest is None:
         raise ValueError(f"{run.folder}: has no checkpoint")
