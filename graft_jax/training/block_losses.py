@@ -5,7 +5,6 @@ a, the token itself, and masks. It runs through the very functions that draft. S
 something is trained to say the token at a + d + 1, in both label conventions.
 """
 
-
 import flax.struct
 import jax
 import jax.numpy as jnp
