@@ -24,6 +24,11 @@ from graft_jax.types import Array, Float, Int
 Loss = Callable[[Any, Features, Int[Array, ""]], tuple[Float[Array, ""], Any]]
 
 
+def _check_start(start: str) -> None:
+    if start not in ("target", "random"):
+        raise ValueError(f"drafter.start={start!r} must be 'target' or 'random'")
+
+
 class Recipe(Protocol):
     """A frozen dataclass of settings."""
 
@@ -78,8 +83,7 @@ class Eagle3Recipe:
     def __post_init__(self):
         if self.ttt_steps < 1:
             raise ValueError(f"drafter.ttt_steps={self.ttt_steps} must be at least 1")
-        if self.start not in ("target", "random"):
-            raise ValueError(f"drafter.start={self.start!r} must be 'target' or 'random'")
+        _check_start(self.start)
 
     method = "eagle3"
 
@@ -108,7 +112,7 @@ class Eagle3Recipe:
         half = target.dtype == jnp.bfloat16
 
         def loss(params, batch, step):
-            cast = eagle3.to_bfloat16(params) if half else params
+            cast = self.stored(params) if half else params
             return losses.eagle3_loss(config, cast, target, batch, steps=self.ttt_steps)
 
         return loss
@@ -117,7 +121,7 @@ class Eagle3Recipe:
         return eagle3.to_bfloat16(params)
 
     def save(self, folder, config, params):
-        save_eagle3(folder, config, eagle3.to_bfloat16(params))
+        save_eagle3(folder, config, self.stored(params))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -149,11 +153,10 @@ class DFlashRecipe:
                 raise ValueError(f"drafter.{name}={getattr(self, name)} must be at least 1")
         if not self.gamma > 0:
             raise ValueError(f"drafter.gamma={self.gamma} must be above 0")
-        if self.start not in ("target", "random"):
-            raise ValueError(f"drafter.start={self.start!r} must be 'target' or 'random'")
+        _check_start(self.start)
 
     method = "ddtree"
-    head = None
+    head, base_ratio = None, 1.0  # a Domino drafter's
 
     def config(self, target: ModelConfig, tokenizer: Tokenizer | None) -> DFlashConfig:
         mask = start.mask_token(tokenizer, target) if self.mask_token_id is None else self.mask_token_id
@@ -175,13 +178,12 @@ class DFlashRecipe:
 
     def loss(self, config, target_config, target, seed, steps):
         half = target.dtype == jnp.bfloat16
-        ratio = getattr(self, "base_ratio", 1.0)
 
         def loss(params, batch: Features, step):
-            cast = dflash.to_bfloat16(params) if half else params
+            cast = self.stored(params) if half else params
             key = jax.random.fold_in(jax.random.key(seed), step)
             anchors, keep = block_losses.sample_anchors(key, batch.mask, self.anchors)
-            weight = block_losses.base_anchor(step, steps, ratio)
+            weight = block_losses.base_anchor(step, steps, self.base_ratio)
             return block_losses.block_loss(
                 config, cast, target_config, target, batch.taps, batch.tokens, batch.mask, anchors, keep, self.gamma,
                 weight, batch.segments,
@@ -193,7 +195,7 @@ class DFlashRecipe:
         return dflash.to_bfloat16(params)
 
     def save(self, folder, config, params):
-        save_block_drafter(folder, config, dflash.to_bfloat16(params))
+        save_block_drafter(folder, config, self.stored(params))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

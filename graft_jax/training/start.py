@@ -52,12 +52,9 @@ def block_from_target(
     """
     params = dflash.init_params(config, key, jnp.float32, std=0.02)
 
-    def matrix(weight) -> jax.Array:
-        return (weight if is_transposed(weight.dtype) else weight.T).astype(jnp.float32)
-
     layers = []
     for layer, source in zip(params.layers, target.layers[-len(params.layers) :]):
-        found = {name: matrix(getattr(source, name)) for name in ("q", "k", "v", "o", "gate", "up", "down")}
+        found = {name: _matrix(getattr(source, name)) for name in ("q", "k", "v", "o", "gate", "up", "down")}
         found |= {name: getattr(source, name).astype(jnp.float32) for name in ("attn_norm", "mlp_norm")}
         layers.append(layer.replace(**_fitting(layer, found)))
     M = target_config.hidden_size
@@ -65,6 +62,11 @@ def block_from_target(
     norms = {"hidden_norm": target.layers[-1].attn_norm, "norm": target.norm}
     head = params.domino and params.domino.replace(up=jnp.zeros_like(params.domino.up))
     return params.replace(layers=tuple(layers), fc=fc, domino=head, **_fitting(params, norms))
+
+
+def _matrix(weight: jax.Array) -> jax.Array:
+    """A linear weight in float32's layout."""
+    return (weight if is_transposed(weight.dtype) else weight.T).astype(jnp.float32)
 
 
 def _fitting(params, starts: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -91,20 +93,17 @@ def eagle3_from_target(
     params = eagle3.init_params(config, key, jnp.float32, std=0.02)
     first, last = target.layers[0], target.layers[-1]
 
-    def matrix(weight) -> jax.Array:
-        return (weight if is_transposed(weight.dtype) else weight.T).astype(jnp.float32)
-
     M, Mt = config.hidden_size, target_config.hidden_size
     starts = {
-        name: matrix(getattr(last, name)) for name in ("o", "gate", "up", "down")
+        name: _matrix(getattr(last, name)) for name in ("o", "gate", "up", "down")
     } | {
-        name: jnp.concatenate([matrix(getattr(first, name)), matrix(getattr(last, name))]) for name in ("q", "k", "v")
+        name: jnp.concatenate([_matrix(getattr(first, name)), _matrix(getattr(last, name))]) for name in ("q", "k", "v")
     } | {
         "embed_norm": first.attn_norm, "hidden_norm": last.attn_norm, "mlp_norm": last.mlp_norm, "norm": target.norm,
     }  # fmt: skip
     if M == Mt:
         starts["fc"] = params.fc.at[-M:].add(jnp.eye(M))
-    rows = target.embed if target.head is None else matrix(target.head).T
+    rows = target.embed if target.head is None else _matrix(target.head).T
     starts["head"] = (rows if ids is None else rows[ids]).astype(jnp.float32).T
     if ids is not None:
         params = params.replace(draft_to_target=jnp.asarray(ids))
