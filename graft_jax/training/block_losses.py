@@ -13,7 +13,7 @@ from graft_jax.config import ModelConfig
 from graft_jax.models import dflash, domino
 from graft_jax.models.cache import KVCache
 from graft_jax.models.dflash import DFlashParams, DominoParams
-from graft_jax.models.dflash_config import DFlashConfig
+from graft_jax.models.dflash_config import DFlashConfig, DominoConfig
 from graft_jax.models.layers import input_gradient, is_transposed, linear, matmul, weight_gradient
 from graft_jax.models.transformer import TargetParams
 from graft_jax.sampling import first_argmax
@@ -149,7 +149,7 @@ def block_loss(
     if head is not None:
         assert config.domino is not None and base_weight is not None
         roots = jnp.take_along_axis(tokens, anchors, axis=1)
-        low = _compressed(head, target.embed, hidden, roots, labels)
+        low = _compressed(config.domino, head, target.embed, hidden, roots, labels)
         low = jnp.where((jnp.arange(D) >= config.domino.prefix)[None, None, :, None], low, 0.0).reshape(B * N * D, -1)
         up, by_final, by_base = head.up, share * (1.0 - base_weight), share * base_weight
     rows_of_head = target.embed if target.head is None else target.head
@@ -174,6 +174,7 @@ def base_anchor(step: Int[Array, ""], total: int, ratio: float = 1.0, start: flo
 
 
 def _compressed(
+    config: DominoConfig,
     head: DominoParams,
     embed: Float[Array, "V M"],
     hidden: Float[Array, "B N D M"],
@@ -188,9 +189,8 @@ def _compressed(
         state = domino.advance(head, embed, state, tokens)
         return state, state
 
-    G = head.gru_state.shape[0] if is_transposed(head.gru_state.dtype) else head.gru_state.shape[1]
-    _, states = jax.lax.scan(step, jnp.zeros((B, N, G), jnp.float32), before.transpose(2, 0, 1))
-    states = states.transpose(1, 2, 0, 3).reshape(B, N * D, G)
+    _, states = jax.lax.scan(step, jnp.zeros((B, N, config.gru_size), jnp.float32), before.transpose(2, 0, 1))
+    states = states.transpose(1, 2, 0, 3).reshape(B, N * D, config.gru_size)
     low = domino.compress(head, linear(hidden.reshape(B, N * D, M), head.hidden_down), states)
     return low.reshape(B, N, D, -1)
 
