@@ -1,17 +1,16 @@
-"""The command line: `graft-jax generate | calibrate | prepare | train | fill | plot | convert | info`."""
+"""The command line: `graft-jax generate | calibrate | prepare | train | fill | profile | plot | convert | info`."""
 
 import argparse
 import json
 import os
 import sys
 import warnings
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from graft_jax import arguments, cli_calibrate, cli_train, provenance
+from graft_jax import arguments, cli_calibrate, cli_profile, cli_train, provenance, user_cache
 from graft_jax.batch_file import run_file
 from graft_jax.prompts import read_prompts
 
@@ -48,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("prompt", nargs="?", help="the user's message (a plain text with --raw)")
     generate.add_argument("--prompt-ids", metavar="IDS", help="the prompt as token ids, e.g. 1,42,7")
     arguments.add_model(generate)
-    arguments.add_method(generate, default="recycling")
+    arguments.add_method(generate, default="auto")
     generate.add_argument("--memory", metavar="FILE.npz", help="what the drafter learned before (calibrate "
                           "--save-memory)")  # fmt: skip
     generate.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
@@ -75,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("--strict-config", action="store_true", help="unknown config keys are errors")
 
     cli_train.add(commands)
+    cli_profile.add(commands)
 
     info = commands.add_parser("info", help="device, versions, caches, methods")
     info.set_defaults(run=_info)
@@ -91,8 +91,8 @@ def _generate(args: argparse.Namespace, console: Console) -> int:
     items = read_prompts(args.prompts) if args.prompts else []
     from graft_jax.engine import SpeculativeDecoder
 
-    with console.status("loading the model"):
-        decoder = SpeculativeDecoder.from_pretrained(**arguments.decoder(args))
+    with console.status("loading the model") as loading:
+        decoder = SpeculativeDecoder.from_pretrained(**arguments.decoder(args), on_status=loading.update)
     _fill_memory(decoder, args.memory)
     settings: dict[str, Any] = dict(
         max_new_tokens=args.max_new_tokens, ignore_eos=args.ignore_eos, stop=args.stop,
@@ -238,8 +238,7 @@ def _ids(text: str) -> list[int]:
 
 def _compilation_cache() -> str:
     """Where compiled programs are kept: JAX_COMPILATION_CACHE_DIR, or a folder of ours in the user's cache."""
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(home / "graft_jax" / "xla")
+    return os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(user_cache.folder() / "xla")
 
 
 def _use_compilation_cache() -> None:

@@ -9,14 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from graft_jax import methods
+from graft_jax import auto, kit, methods
 from graft_jax.calibration import read_calibration
 from graft_jax.config import ModelConfig
 from graft_jax.decode import DecodeSpec
 from graft_jax.drafters.base import Drafter, Params
 from graft_jax.io.block_drafter import KINDS, load_drafter
 from graft_jax.io.checkpoint import load_target
-from graft_jax.io.hub import asset
 from graft_jax.models.transformer import TargetParams
 from graft_jax.programs import Programs
 from graft_jax.prompts import Prompt, encode_prompt, split_prompts
@@ -82,7 +81,7 @@ class SpeculativeDecoder:
         cls,
         model: str | Path = "smollm2-135m",
         *,
-        method: str = "recycling",
+        method: str = "auto",
         dtype: str = "bfloat16",
         max_length: int = 2048,
         strict_config: bool = False,
@@ -90,47 +89,72 @@ class SpeculativeDecoder:
         draft_rope: str | int | float = "auto",
         calibration: str | Path | None = None,
         table: str | Path | None = "auto",
+        on_status: Callable[[str], None] = lambda text: None,
         **options: Any,
     ) -> "SpeculativeDecoder":
-        """Loads a target, and the draft head if the method needs one.
+        """Loads a target, and what drafts for it.
 
         Args:
             model: a packaged name, a GGUF file, a Hugging Face folder or a hub id.
-            method: a name from `methods.METHODS`.
+            method: a name from `methods.METHODS`; or "auto": of the ways to draft that the kit records, the one with
+                the most tokens a second here. Rounds are timed once on a machine, and the times are kept in the
+                user's cache. A model without a kit is decoded by "recycling", which needs nothing.
             dtype: "bfloat16" or "float32".
             max_length: most tokens of a row, prompt and new ones together.
             strict_config: unknown keys of the model's config are errors.
-            drafter: the draft head: a Hugging Face folder or a hub id. Its `config.json` says what it is.
+            drafter: the draft head: a Hugging Face folder or a hub id, whose `config.json` says what it is; or a kit
+                (see `graft_jax.kit`). If None, a packaged model takes what its own kit has.
             draft_rope: base of an EAGLE-3 head's rotary frequencies (see `Eagle3Config.from_hf`).
             calibration: a file of `graft-jax calibrate`: gates, thresholds and tree sizes, unless `options` say
                 otherwise.
-            table: what methods that retrieve start with: a file of `graft-jax fill`; "auto" takes the one that comes
-                with a packaged model, if its contexts are of `table_order` tokens; None starts empty.
-            options: fields of `methods.Options`, e.g. `budget=7`.
+            table: what methods that retrieve start with: a file of `graft-jax fill`; "auto" takes the kit's, if its
+                contexts are of `table_order` tokens; None starts empty.
+            on_status: is told what takes long.
+            options: fields of `methods.Options`, e.g. `budget=7`; with "auto" only `kernels`.
 
         Raises:
             ValueError: an argument or a file is wrong; names it.
         """
-        chosen = methods.get(method)
         unknown = set(options) - methods.OPTION_NAMES
         if unknown:
             raise ValueError(f"unknown options {sorted(unknown)}")
+        found = kit.find(str(model), drafter)
+        record = None
+        if method == "auto":
+            if found is None and drafter is not None:
+                raise ValueError(f"method 'auto' chooses from a kit; drafter={str(drafter)!r} is none: name a method")
+            method = "recycling" if found is None else "ar"
+            record = None if found is None else kit.read_record(found)
+        if record is not None:
+            _refuse_for_auto(options, calibration, table)
+        chosen = methods.get(method)
         if calibration is not None:
             options = {**read_calibration(calibration, method), **options}
         settings = methods.Options(**options)
         if max_length < 2:
             raise ValueError(f"max_length={max_length} must be at least 2 tokens")
-        if bool(chosen.heads) != (drafter is not None):
-            needs = f"needs {chosen.needs}: give drafter=" if chosen.heads else f"takes no drafter, got {drafter!r}"
-            raise ValueError(f"method {method!r} {needs}")
+        folder = drafter if found is None else kit.head_for(found, chosen.heads)
+        if chosen.heads and folder is None:
+            where = "" if found is None else f" ({found} has none)"
+            raise ValueError(f"method {method!r} needs {chosen.needs}: give drafter={where}")
+        if not chosen.heads and folder is not None:
+            raise ValueError(f"method {method!r} takes no drafter, got {drafter!r}")
         config, params, tokenizer = load_target(model, dtype=dtype, strict_config=strict_config)
-        head = None
-        if drafter is not None:
-            head = load_drafter(
-                drafter, config, dtype=dtype, kinds=chosen.heads, rope=draft_rope, target_embed=params.embed
-            )
-        found = _read_table(table, str(model), config, settings)
-        return _build(method, settings, config, params, tokenizer, max_length, str(model), head, found)
+
+        def load_head(folder, kinds):
+            return load_drafter(
+                folder, config, dtype=dtype, kinds=kinds, rope=draft_rope, target_embed=params.embed
+            )  # fmt: skip
+
+        head = load_head(folder, chosen.heads) if folder is not None else None
+        held = _read_table(table, found or kit.find(str(model), None), config, settings)
+        decoder = _build(method, settings, config, params, tokenizer, max_length, str(model), head, held)
+        if record is None:
+            return decoder
+        return auto.pick(
+            decoder, record, lambda kinds: load_head(kit.head_for(found, kinds), kinds),
+            {"kernels": settings.kernels}, on_status,
+        )  # fmt: skip
 
     def with_method(self, method: str, **options: Any) -> "SpeculativeDecoder":
         """A decoder over the same weights with another method, e.g. "ar" as the baseline."""
@@ -301,13 +325,25 @@ class SpeculativeDecoder:
         self.memory = jax.tree.unflatten(tree, [jnp.asarray(leaf) for leaf in found])
 
 
-def _read_table(table: str | Path | None, model: str, config: ModelConfig, options: methods.Options) -> Any:
+def _refuse_for_auto(options: dict[str, Any], calibration: Any, table: Any) -> None:
+    """What "auto" chooses by itself was measured with the kit's own table and options."""
+    given = [name for name in options if options[name] != getattr(methods.Options(), name) and name != "kernels"]
+    given += ["calibration"] if calibration is not None else []
+    given += ["table"] if table != "auto" else []
+    if given:
+        raise ValueError(f"method 'auto' chooses how to draft by itself; to set {', '.join(given)}, name a method")
+
+
+def _read_table(table: str | Path | None, folder: Path | None, config: ModelConfig, options: methods.Options) -> Any:
     """Settings and levels of the table to start with."""
     if table is None:
         return None
-    path = asset(model, "table.npz") if table == "auto" else Path(table)
-    if path is None:
-        return None
+    if table == "auto":
+        path = folder / kit.TABLE if folder is not None else None
+        if path is None or not path.is_file():
+            return None
+    else:
+        path = Path(table)
     settings, levels, _ = stored.load(path)
     if settings.num_tokens != config.vocab_size:
         raise ValueError(f"{path}: is for a vocabulary of {settings.num_tokens}; the model has {config.vocab_size}")

@@ -1,6 +1,7 @@
-"""Measures the core: plain decoding, overhead of a round, acceptance and speedup of recycling, memory, compiles.
+"""Measures plain decoding, overhead of a round, acceptance and speedup of methods, memory, compiles.
 
     python scripts/bench_core.py --data mt_bench.jsonl humaneval.jsonl gsm8k.jsonl --out bench.json
+    python scripts/bench_core.py --parts acceptance --data gsm8k.jsonl --methods auto graft:15 --temperatures 0 0.7
     python scripts/bench_core.py --parts overhead
     python scripts/bench_core.py --parts torch      # needs torch and transformers (make test-parity installs them)
 
@@ -103,34 +104,49 @@ def _round_and_forward(spec, params, state, rounds: int) -> dict[str, float]:
 
 
 def acceptance(
-    model: str, dtype: str, files: list[str], limit: int, new_tokens: int, budgets: list[int], table: str | None
-) -> list[dict]:
-    """Recycling with a table that lives on from prompt to prompt, and plain decoding, prompt by prompt."""
-    rows = []
-    for budget in budgets:
-        for temperature in (0.0,):
-            decoder = SpeculativeDecoder.from_pretrained(
-                model, method="recycling", dtype=dtype, max_length=1024, budget=budget, table=table
-            )
-            plain = decoder.with_method("ar")
-            for d in (decoder, plain):  # compile and touch everything once
-                d.generate("Hello there", max_new_tokens=8)
+    model: str, dtype: str, files: list[str], limit: int, new_tokens: int, methods: list[str],
+    temperatures: list[float], table: str | None,
+) -> list[dict]:  # fmt: skip
+    """Methods and plain decoding, prompt by prompt, each after the other; a table lives on from prompt to prompt.
+
+    Args:
+        methods: names, with the tree's nodes where they are not the method's own: "graft", "graft:15".
+        table: what methods that retrieve start with, see `from_pretrained`.
+    """
+    rows, decoders = [], {}
+    for given in methods:
+        name, _, nodes = given.partition(":")
+        options = {"budget": int(nodes)} if nodes else {}
+        decoders[given] = SpeculativeDecoder.from_pretrained(
+            model, method=name, dtype=dtype, max_length=1024, table=table, on_status=console.print, **options
+        )
+    plain = next(iter(decoders.values())).with_method("ar")
+    everyone = {"ar": plain, **decoders}
+    for decoder in everyone.values():  # compile and touch everything once
+        decoder.generate("Hello there", max_new_tokens=8)
+    for temperature in temperatures:
+        for decoder in decoders.values():
             decoder.reset_memory()
-            records = []
-            settings = dict(max_new_tokens=new_tokens, temperature=temperature)
-            for path in files:
-                name = os.path.splitext(os.path.basename(path))[0]
-                prompts = read_first_turns(path, limit)
-                for i, prompt in enumerate(track(prompts, f"{name}, {budget} nodes", console=console)):
-                    pair = [decoder, plain] if i % 2 else [plain, decoder]
-                    outs = {d.method: d.generate(prompt, **settings) for d in pair}
-                    records.append({"file": name, **_record(plain, prompt, outs, settings)})
-            rows += _summaries(records, {"budget": budget, "temperature": temperature, "dtype": dtype})
+        records: dict[str, list[dict]] = {name: [] for name in decoders}
+        settings = dict(max_new_tokens=new_tokens, temperature=temperature)
+        for path in files:
+            name = os.path.splitext(os.path.basename(path))[0]
+            for i, prompt in enumerate(
+                track(read_first_turns(path, limit), f"{name}, T={temperature}", console=console)
+            ):
+                order = list(everyone)
+                order = order[i % len(order) :] + order[: i % len(order)]
+                outs = {key: everyone[key].generate(prompt, **settings) for key in order}
+                for key in decoders:
+                    found = _record(plain, prompt, outs["ar"], outs[key], settings)
+                    records[key].append({"file": name, **found})
+        for given, decoder in decoders.items():
+            facts = {"method": given, "drafts": decoder.method, "nodes": decoder.spec.drafter.capacity}
+            rows += _summaries(records[given], {**facts, "temperature": temperature, "dtype": dtype})
     return rows
 
 
-def _record(plain, prompt, outs, settings) -> dict:
-    mine, base = outs["recycling"], outs["ar"]
+def _record(plain, prompt, base, mine, settings) -> dict:
     at, margin = difference(plain, prompt, base, mine, settings)
     return {
         "loops": loops(base.token_ids), "emitted": len(mine.token_ids), "rounds": mine.stats.rounds,
@@ -214,7 +230,8 @@ def memory(model: str) -> list[dict]:
     rows = []
     program = (
         "import resource, sys, graft_jax\n"
-        "d = graft_jax.SpeculativeDecoder.from_pretrained(sys.argv[1], dtype=sys.argv[2], max_length=2048)\n"
+        "d = graft_jax.SpeculativeDecoder.from_pretrained(sys.argv[1], method='recycling', dtype=sys.argv[2],"
+        " max_length=2048)\n"
         "import jax\n"
         "w = sum(x.nbytes for x in jax.tree.leaves(d.params))\n"
         "o = d.generate('Tell me a story about a fox and a lighthouse.', max_new_tokens=64)\n"
@@ -264,7 +281,8 @@ def main() -> None:
     parser.add_argument("--data", nargs="*", default=[], help="JSON-lines files with `turns`")
     parser.add_argument("--limit", type=int, default=20, help="prompts a file")
     parser.add_argument("--new-tokens", type=int, default=128)
-    parser.add_argument("--budgets", type=int, nargs="*", default=[7])
+    parser.add_argument("--methods", nargs="*", default=["auto"], metavar="NAME[:NODES]")
+    parser.add_argument("--temperatures", type=float, nargs="*", default=[0.0])
     parser.add_argument("--table", default="auto", help="retrieval table to start with: auto, none or a file")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--parts", nargs="*", choices=PARTS, default=["memory", "overhead", "acceptance"])
@@ -275,8 +293,8 @@ def main() -> None:
         "memory": functools.partial(memory, args.model),
         "overhead": functools.partial(overhead, args.model, args.dtype),
         "acceptance": functools.partial(
-            acceptance, args.model, args.dtype, args.data, args.limit, args.new_tokens, args.budgets,
-            None if args.table == "none" else args.table,
+            acceptance, args.model, args.dtype, args.data, args.limit, args.new_tokens, args.methods,
+            args.temperatures, None if args.table == "none" else args.table,
         ),
         "torch": functools.partial(
             against_torch, args.model, args.new_tokens,

@@ -126,9 +126,10 @@ def test_a_draft_head(capsys, ablation):
 
 @pytest.mark.heavy
 def test_the_packaged_model(capsys):
-    """The real model in float32: equal outputs, real acceptance, text without special tokens."""
+    """The real model with its own head and table, float32: equal outputs, real acceptance, no special tokens."""
     prompt = "Count from one to twenty, then count from one to twenty again."
-    args = ["generate", prompt, "--dtype", "float32", "--max-length", "512", "--max-new-tokens", "96", "--json"]
+    args = ["generate", prompt, "--method", "graft", "--dtype", "float32", "--max-length", "512", "--max-new-tokens",
+            "96", "--json"]  # fmt: skip
     status, out, err = run(capsys, *args, "--compare")
     report = json.loads(out)
     (result,) = report["results"]

@@ -40,10 +40,10 @@ def resolve(model: str | Path) -> Path:
     )
 
 
-def asset(model: str, name: str) -> Path | None:
-    """A file or folder that this package carries for a packaged model; None if there is none."""
-    path = Path(__file__).parent.parent / "assets" / model / name
-    return path if model in PACKAGED and path.exists() else None
+def assets(model: str) -> Path | None:
+    """The folder that this package carries for a packaged model; None if there is none."""
+    path = Path(__file__).parent.parent / "assets" / model
+    return path if model in PACKAGED and path.is_dir() else None
 
 
 def _packaged(name: str) -> Path:

@@ -1,5 +1,6 @@
 """What a drafter is worth while it is trained: held-out loss, and acceptance with the decoding code itself."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -69,12 +70,23 @@ class Evaluation:
             self._decoders[nodes] = self._plain.with_drafter(method, self._config, params, budget=nodes)
         decoder = self._decoders[nodes]
         decoder.params = decoder.params.replace(drafter=params)
-        emitted = rounds = 0
-        for prompt in self._prompts:
-            out = decoder.generate(prompt, max_new_tokens=self._run.evaluate_tokens)
-            emitted += len(out.token_ids)
-            rounds += out.stats.rounds
-        return emitted / max(1, rounds)
+        return acceptance(decoder, self._prompts, self._run.evaluate_tokens)
+
+
+def acceptance(
+    decoder: SpeculativeDecoder,
+    prompts: Sequence[list[int]],
+    new_tokens: int,
+    on_prompt: Callable[[], None] = lambda: None,
+) -> float:
+    """Tokens a round of greedy decoding over all prompts, the bonus included; a table lives on between them."""
+    emitted = rounds = 0
+    for prompt in prompts:
+        out = decoder.generate(prompt, max_new_tokens=new_tokens)
+        emitted += len(out.token_ids)
+        rounds += out.stats.rounds
+        on_prompt()
+    return emitted / max(1, rounds)
 
 
 def held_out_prompts(rows: shards.Rows, count: int) -> list[list[int]]:
