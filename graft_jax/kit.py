@@ -71,7 +71,7 @@ def find(model: str, drafter: str | Path | None) -> Path | None:
 def heads(kit: Path) -> dict[str, Path]:
     """Folders of the draft heads by kind (see `io.block_drafter.KINDS`), the first by name of each."""
     found: dict[str, Path] = {}
-    for file in sorted(kit.glob("*/config.json")):
+    for file in sorted([*kit.glob("*/config.json"), *kit.glob("*/drafter/config.json")]):
         found.setdefault(drafter_kind(json.loads(file.read_bytes())), file.parent)
     return found
 

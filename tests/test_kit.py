@@ -8,7 +8,7 @@ import pytest
 import toy
 from test_train_data import MODEL, write_lines
 
-from graft_jax import cli, kit, methods
+from graft_jax import auto, cli, kit, methods
 from graft_jax.auto import PLAIN, RoundSeconds, choose
 from graft_jax.engine import SpeculativeDecoder
 from graft_jax.kit import Candidate
@@ -28,7 +28,7 @@ def made(tmp_path_factory) -> Path:
                      "--out", data]) == 0  # fmt: skip
     toy_kit = folder / "toy"
     shutil.copytree(toy.FOLDER / "llama-eagle3", toy_kit / "eagle3")
-    shutil.copytree(toy.FOLDER / "domino", toy_kit / "domino")
+    shutil.copytree(toy.FOLDER / "domino", toy_kit / "domino" / "drafter")  # as a run leaves it
     arguments = ["--model", MODEL, "--dtype", "float32"]
     assert cli.main(["fill", data, "--out", str(toy_kit / kit.TABLE), "--log2-rows", "10", *arguments]) == 0
     assert cli.main(["profile", str(toy_kit), "--data", data, "--prompts", "2", "--max-new-tokens", "16",
@@ -54,13 +54,23 @@ def test_every_method_of_the_kits_heads_is_measured(made):
     assert all(candidate.budget == 6 for candidate in record.candidates) and record.prompt
     assert all(acceptance > 1.3 for acceptance in found.values())
     facts = json.loads((made / kit.RECORD).read_text())
-    assert set(facts["files"]) == {"table.npz", "eagle3/model.safetensors", "domino/model.safetensors"}
+    assert set(facts["files"]) == {"table.npz", "eagle3/model.safetensors", "domino/drafter/model.safetensors"}
 
 
-def test_auto_takes_one_of_them_and_remembers_what_rounds_cost(made, tmp_path):
+def test_a_timed_round_takes_time_and_leaves_no_memory(made):
+    decoder = load(made, method="recycling")
+    first = decoder.generate(PROMPT, max_new_tokens=40, ignore_eos=True).stats.rounds
+    assert 0 < auto.round_seconds(decoder, PROMPT) < 10
+    assert decoder.generate(PROMPT, max_new_tokens=40, ignore_eos=True).stats.rounds == first
+
+
+def test_auto_takes_the_best_and_remembers_what_rounds_cost(made, tmp_path, monkeypatch):
+    # On so small a target plain decoding may well be the fastest: rounds cost what suits the test.
+    monkeypatch.setattr(auto, "round_seconds", lambda decoder, prompt: 1.0 + 0.1 * (decoder.method != "ar"))
     seen: list[str] = []
     decoder = load(made, on_status=seen.append)
-    assert decoder.method in {candidate.method for candidate in kit.read_record(made).candidates}
+    best = max(kit.read_record(made).candidates, key=lambda candidate: candidate.acceptance)
+    assert decoder.method == best.method and decoder.spec.drafter.capacity == 6
     assert seen[0].startswith("timing ar") and len(seen) > 1
     (kept,) = (tmp_path / "cache" / "graft_jax").glob("rounds-*.json")
     assert len(json.loads(kept.read_text())) == len(seen)

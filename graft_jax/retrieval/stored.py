@@ -107,6 +107,7 @@ def save(path: str | Path, table: SuccessorTable, levels: tuple[Level, ...], fac
     np.savez_compressed(
         buffer, allow_pickle=False, settings=np.frombuffer(json.dumps(settings).encode(), np.uint8), **arrays
     )
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_bytes(buffer.getvalue())
 
 
