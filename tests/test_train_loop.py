@@ -77,6 +77,9 @@ def test_it_learns_and_first_slot_acceptance_is_the_accuracy(undisturbed):
     assert last["kind"] == "evaluation" and last["acceptance_length"] > 1.3
     assert abs(last["first_slot_acceptance"] - last["held_out_accuracy"][0]) < 0.12  # of 144 tokens
     assert last["acceptance_length"] > 1 + last["first_slot_acceptance"]
+    history = json.loads((undisturbed / "drafter" / "training.json").read_text())
+    assert history["evaluations"] == [entry for entry in entries if entry["kind"] == "evaluation"]
+    assert history["settings"]["steps"] == STEPS and history["data"]["trained_tokens"] > 1000
 
 
 def test_same_seed_same_losses_online_or_cached_another_seed_others(prepared, undisturbed, tmp_path):

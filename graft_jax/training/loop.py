@@ -1,6 +1,7 @@
 """The training loop: batches in a fixed order, steps, checkpoints, log, evaluation."""
 
 import functools
+import json
 import math
 import time
 from typing import Any
@@ -16,7 +17,7 @@ from graft_jax.io.checkpoint import load_target
 from graft_jax.models.transformer import TargetParams
 from graft_jax.training import evaluate, feature_cache, shards, step
 from graft_jax.training.checkpoints import Checkpoints
-from graft_jax.training.log import RunLog
+from graft_jax.training.log import RunLog, read_log
 from graft_jax.training.run import RunConfig
 
 
@@ -164,9 +165,21 @@ def _start(run: RunConfig, config: Any, target_config: ModelConfig, target: Targ
 
 
 def export(run: RunConfig, config: Any, params: Any) -> None:
-    """Writes the drafter of a run into its folder, in place of an older one."""
+    """Writes the drafter of a run into its folder, in place of an older one, and beside it how it was trained."""
     folder = run.folder / "drafter"
     if folder.exists():
         for file in folder.iterdir():
             file.unlink()
     run.drafter.save(folder, config, params)
+    (folder / "training.json").write_text(json.dumps(history(run), indent=1) + "\n")
+
+
+def history(run: RunConfig) -> dict[str, Any]:
+    """Settings, data and evaluations of a run."""
+    manifest = shards.read_manifest(run.data_folder)
+    split = {key: value for key, value in manifest["splits"]["train"].items() if key != "shards"}
+    return {
+        "settings": run.determining(split["rows"]),
+        "data": {"sources": manifest["sources"], **split},
+        "evaluations": [entry for entry in read_log(run.folder / "log.jsonl") if entry["kind"] == "evaluation"],
+    }
