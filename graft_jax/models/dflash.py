@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from graft_jax.models import rope, transformer
 from graft_jax.models.cache import Block, KVCache
 from graft_jax.models.dflash_config import DFlashConfig
-from graft_jax.models.layers import abstract_matrix, attend, linear, random_like, rms_norm, take_rows
+from graft_jax.models.layers import abstract_matrix, attend, linear, random_like, rms_norm, row_by_row, take_rows
 from graft_jax.models.transformer import LayerParams
 from graft_jax.types import Array, Float, Int
 
@@ -65,7 +65,8 @@ def to_bfloat16(params: DFlashParams) -> DFlashParams:
 
     def turn(path, x: Array) -> Array:
         gathered = path[0].name == "domino" and path[-1].name == "up"
-        return (x.T if x.ndim == 2 and not gathered else x).astype(jnp.bfloat16)
+        x = x.astype(jnp.bfloat16)
+        return row_by_row(x.T) if x.ndim == 2 and not gathered else x
 
     return jax.tree.map_with_path(turn, params)
 

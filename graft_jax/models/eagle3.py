@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from graft_jax.models import rope
 from graft_jax.models.eagle3_config import Eagle3Config
-from graft_jax.models.layers import abstract_matrix, linear, random_like, rms_norm, take_rows
+from graft_jax.models.layers import abstract_matrix, linear, random_like, rms_norm, row_by_row, take_rows
 from graft_jax.types import Array, Float, Int
 
 
@@ -83,8 +83,8 @@ LINEAR = ("fc", "q", "k", "v", "o", "gate", "up", "down", "head")
 
 def to_bfloat16(params: Eagle3Params) -> Eagle3Params:
     """float32 weights in bfloat16, in its layout. Differentiable."""
-    turned = params.replace(**{name: getattr(params, name).T for name in LINEAR})
-    return jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x, turned)
+    halves = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x, params)
+    return halves.replace(**{name: row_by_row(getattr(halves, name).T) for name in LINEAR})
 
 
 def init_params(config: Eagle3Config, key: Array, dtype, std: float = 0.02) -> Eagle3Params:

@@ -109,12 +109,20 @@ def input_gradient(dy: Float[Array, "n O"], weight: Float[Array, "P Q"], contrac
 def weight_gradient(rows: Float[Array, "n I"], dy: Float[Array, "n O"], contracting: int) -> Float[Array, "P Q"]:
     """The gradient of `matmul` by its weight, float32, in the weight's layout; both arguments of one dtype."""
     # XLA:CPU runs a product over both arguments' first axes four times slower than a transposition and one
-    # over adjoining axes, or not at all. The constraint and the barrier keep it from undoing the transposition.
-    turned = rows.T
-    if jax.default_backend() == "cpu":
-        turned = with_layout_constraint(turned, Layout(major_to_minor=(0, 1)))
-    dw = jax.lax.optimization_barrier(_product2(turned, dy, 1, 0))
+    # over adjoining axes, or not at all.
+    dw = jax.lax.optimization_barrier(_product2(row_by_row(rows.T), dy, 1, 0))
     return dw if contracting == 0 else dw.T
+
+
+def row_by_row(x: Float[Array, "*N"]) -> Float[Array, "*N"]:
+    """The array, kept in memory as its axes say.
+
+    A bfloat16 product of a matrix that was turned in the same program is run in float32 by XLA:CPU, five times slower:
+    it undoes the turn. This keeps it from that.
+    """
+    if jax.default_backend() != "cpu":
+        return x
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
 def take_rows(table: Float[Array, "V M"], index: Int[Array, "*N"]) -> Float[Array, "*N M"]:

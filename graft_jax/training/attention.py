@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.layout import Layout, with_layout_constraint
 
+from graft_jax.models.layers import row_by_row
 from graft_jax.types import Array, Float, Int
 
 SECTIONS = 4  # of the queries; each sees only the keys up to its own end
@@ -179,9 +179,7 @@ def _flat(x: Float[Array, "K G s X"]) -> Float[Array, "K q X"]:
 
 
 def _turned(x: Float[Array, "K q t"]) -> Float[Array, "K t q"]:
-    x = x.transpose(0, 2, 1)
-    # As in `layers.weight_gradient`: XLA:CPU would undo the transposition and take a slow product.
-    return with_layout_constraint(x, Layout((0, 1, 2))) if jax.default_backend() == "cpu" else x
+    return row_by_row(x.transpose(0, 2, 1))
 
 
 def _product(form: str, a: Array, b: Array) -> Array:
