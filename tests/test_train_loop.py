@@ -205,6 +205,7 @@ def test_features_of_another_target_are_refused(prepared, tmp_path):
         ({"drafter.kind": "egle"}, "drafter.kind='egle' must be one of"),
         ({"drafter.ttt": 3}, "drafter: ttt not known"),
         ({"batch_rows": 0}, "batch_rows=0"),
+        ({"minutes": 0}, "minutes=0"),
         ({"steps": "many"}, "steps|many"),
         ({"drafter.taps": [99]}, "taps"),
     ],
@@ -221,6 +222,43 @@ def test_the_command_line_trains_and_prints(prepared, tmp_path, capsys):
     assert "ttt_steps=3" in capsys.readouterr().err
     assert cli.main(arguments) == 0
     assert json.loads((tmp_path / "drafter" / "config.json").read_text())["draft_vocab_size"] == 256
+
+
+def test_a_timed_run_plans_its_steps_ends_in_time_and_goes_on(prepared, tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "MEASURED_STEPS", 3)
+    timed = {"minutes": 10, "steps": 12, "evaluate_prompts": 0, "peak": 4e-3}
+    loop.train(settings(prepared, tmp_path / "timed", **timed), QUIET)  # time enough: the plan is `steps`
+    loop.train(settings(prepared, tmp_path / "fixed", steps=12, evaluate_prompts=0), QUIET)
+    assert weights(tmp_path / "timed") == weights(tmp_path / "fixed")
+
+    # The clock says that a step takes five seconds: a minute holds few of them.
+    now, real = 0.0, loop.time.perf_counter
+    whole = feature_cache.FeatureSource.batch
+
+    def batch(self, indices):
+        nonlocal now
+        now += 5.0 if self.folder is not None else 0.0
+        return whole(self, indices)
+
+    monkeypatch.setattr(feature_cache.FeatureSource, "batch", batch)
+    monkeypatch.setattr(loop.time, "perf_counter", lambda: now)
+    short = settings(prepared, tmp_path / "short", **{**timed, "minutes": 2, "steps": 4000})
+    loop.train(short, QUIET)
+    planned = json.loads((tmp_path / "short" / "steps.json").read_text())
+    assert planned["steps"] == int(0.95 * (120 - 20 - 5) / 5) == 18 and planned["seconds_a_step"] == 5.0
+    assert [entry["step"] for entry in lines(tmp_path / "short") if entry["kind"] == "train"] == list(range(1, 19))
+
+    now = 0.0
+    (tmp_path / "late").mkdir()
+    (tmp_path / "late" / "steps.json").write_text('{"steps": 30}')  # planned too many
+    late = settings(prepared, tmp_path / "late", **{**timed, "minutes": 1})
+    loop.train(late, QUIET)
+    assert lines(tmp_path / "late")[12]["step"] == 13 and len(weights(tmp_path / "late")) > 1000
+    assert [entry["step"] for entry in lines(tmp_path / "late") if entry["kind"] == "train"] == list(range(1, 14))
+    monkeypatch.setattr(loop.time, "perf_counter", real)
+    loop.train(late, QUIET)
+    loop.train(settings(prepared, tmp_path / "whole", steps=30, evaluate_prompts=0), QUIET)
+    assert weights(tmp_path / "late") == weights(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("kind", ["dflash", "domino"])

@@ -1,9 +1,12 @@
 """The training loop: batches in a fixed order, steps, checkpoints, log, evaluation."""
 
+import dataclasses
 import functools
 import json
 import math
+import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,6 +22,10 @@ from graft_jax.training import evaluate, feature_cache, shards, step
 from graft_jax.training.checkpoints import Checkpoints
 from graft_jax.training.log import RunLog, read_log
 from graft_jax.training.run import RunConfig
+
+
+MEASURED_STEPS = 8  # that tell how many fit into a run's time
+_PLAN = "steps.json"  # in a timed run's folder
 
 
 def batch_rows(rows: int, size: int, seed: int, step: int) -> list[int]:
@@ -47,6 +54,8 @@ def train(run: RunConfig, console: Console) -> dict[str, Any]:
         ValueError: settings or data are wrong, or do not fit what the folder holds.
         FloatingPointError: a loss or gradient was not finite; names step and batch. The last checkpoint is whole.
     """
+    began = time.perf_counter()
+    run = _planned(run)
     rows = shards.read(run.data_folder, "train")
     manifest = shards.read_manifest(run.data_folder)
     if not len(rows) or not rows.mask.any():
@@ -56,18 +65,19 @@ def train(run: RunConfig, console: Console) -> dict[str, Any]:
         raise ValueError(
             f"data={run.data!r}: has ids beyond the vocabulary of {run.model!r}; prepare it for that model"
         )
-    total = run.num_steps(len(rows))
     facts = feature_cache.facts(target_config, target, manifest)
     config = run.drafter.config(target_config, tokenizer)
     source = feature_cache.FeatureSource(target_config, target, config.taps, rows, run.cache_folder, facts)
-    optimizer, state = _start(run, config, target_config, target, rows)
     run.folder.mkdir(parents=True, exist_ok=True)
+    compiled = functools.partial(_compiled, config, target_config, target, rows)
+    if run.minutes is not None and not (run.folder / _PLAN).is_file():
+        run = _plan(run, *compiled(run), source, began)
+    total = run.num_steps(len(rows))
+    advance, state = compiled(run)
     checkpoints = Checkpoints(run.folder / "checkpoints", {**run.determining(len(rows)), **facts})
     if checkpoints.latest is not None:
         state = checkpoints.restore(state)
     log = RunLog(run.folder / "log.jsonl", int(state.step))
-    loss = run.drafter.loss(config, target_config, target, run.seed, total)
-    advance = jax.jit(functools.partial(step.train_step, loss, optimizer), donate_argnums=0)
     trial = evaluate.Evaluation(run, config, target_config, target, tokenizer)
 
     def assess(state) -> dict[str, Any]:
@@ -89,11 +99,15 @@ def train(run: RunConfig, console: Console) -> dict[str, Any]:
     columns = (BarColumn(), TextColumn("{task.completed}/{task.total} {task.description}"), TimeRemainingColumn())
     found: dict[str, Any] = {}
     i = int(state.step)
+
+    def late() -> bool:
+        return run.minutes is not None and time.perf_counter() - began > 60 * run.minutes
+
     try:
         with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
             task = progress.add_task("", total=total, completed=i)
             clock, since = time.perf_counter(), i
-            while i < total:
+            while i < total and not late():
                 indices = batch_rows(len(rows), run.batch_rows, run.seed, i)
                 with jax.numpy_dtype_promotion("standard"):  # optax needs it
                     state, value, norm, metrics = advance(state, source.batch(indices))
@@ -119,8 +133,10 @@ def train(run: RunConfig, console: Console) -> dict[str, Any]:
                 if i < total and run.evaluate_every and i % run.evaluate_every == 0:
                     found = assess(state)
                     clock, since = time.perf_counter(), i
-        if checkpoints.latest != total:
-            checkpoints.save(total, state)
+        if i < total:
+            console.print(f"the time is up at step {i} of {total}; the same command goes on from there")
+        if checkpoints.latest != i:
+            checkpoints.save(i, state)
         checkpoints.wait()
         found = assess(state)
         export(run, config, state.params)
@@ -143,6 +159,7 @@ def restore(run: RunConfig) -> step.TrainState:
     Raises:
         ValueError: there is none, or it is of other settings.
     """
+    run = _planned(run)
     rows = shards.read(run.data_folder, "train")
     target_config, target, tokenizer = load_target(run.model, dtype=run.dtype)
     facts = feature_cache.facts(target_config, target, shards.read_manifest(run.data_folder))
@@ -153,6 +170,48 @@ def restore(run: RunConfig) -> step.TrainState:
     state = checkpoints.restore(state)
     checkpoints.close()
     return state
+
+
+def _compiled(
+    config: Any, target_config: ModelConfig, target: TargetParams, rows: shards.Rows, run: RunConfig
+) -> tuple[Callable, step.TrainState]:
+    """The step as a program, which uses up the state it is given, and the state before the first one."""
+    optimizer, state = _start(run, config, target_config, target, rows)
+    loss = run.drafter.loss(config, target_config, target, run.seed, run.num_steps(len(rows)))
+    return jax.jit(functools.partial(step.train_step, loss, optimizer), donate_argnums=0), state
+
+
+def _planned(run: RunConfig) -> RunConfig:
+    """A timed run that has begun keeps its number of steps."""
+    path = run.folder / _PLAN
+    if run.minutes is None or not path.is_file():
+        return run
+    return dataclasses.replace(run, steps=json.loads(path.read_text())["steps"])
+
+
+def _plan(
+    run: RunConfig, advance: Callable, state: step.TrainState, source: feature_cache.FeatureSource, began: float
+) -> RunConfig:
+    """The run with as many steps as fit into its time, by the rate of steps whose results are thrown away.
+
+    The first call compiles. The number of steps is part of the program, so the run will compile once more.
+    """
+    assert run.minutes is not None
+    clocks = [time.perf_counter()]
+    for i in range(1 + MEASURED_STEPS):
+        batch = source.batch(batch_rows(len(source.rows), run.batch_rows, run.seed, i))
+        with jax.numpy_dtype_promotion("standard"):  # optax needs it
+            state, value, _, _ = advance(state, batch)
+        float(value)
+        clocks.append(time.perf_counter())
+    compiling, a_step = clocks[1] - clocks[0], (clocks[-1] - clocks[1]) / MEASURED_STEPS
+    left = 60 * run.minutes - (clocks[-1] - began) - compiling
+    steps = max(1, min(run.num_steps(len(source.rows)), int(0.95 * left / a_step)))
+    path = run.folder / _PLAN
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps({"steps": steps, "seconds_a_step": a_step, "minutes": run.minutes}) + "\n")
+    os.replace(temporary, path)
+    return _planned(run)
 
 
 def _start(run: RunConfig, config: Any, target_config: ModelConfig, target: TargetParams, rows: shards.Rows):

@@ -29,6 +29,9 @@ class RunConfig:
         batch_rows: packed rows a step.
         epochs: passes over the data.
         steps: optimizer steps in place of `epochs`.
+        minutes: of training at most, before the last evaluation. The rate of steps is measured and as many are
+            planned as fit, at most `epochs` or `steps`; the plan stays when the run goes on after a kill. If the time
+            is up before the plan's end, the drafter is written as it is.
         peak, warmup, clip, decay: see `step.make_optimizer`.
         log_every, checkpoint_every, evaluate_every: steps between; 0 only at the end.
         evaluate_prompts, evaluate_tokens, evaluate_nodes: held-out prompts, new tokens each, tree size.
@@ -46,6 +49,7 @@ class RunConfig:
     batch_rows: int = 8
     epochs: float = 1.0
     steps: int | None = None
+    minutes: float | None = None
     peak: float = 1e-4
     warmup: float = 0.05
     clip: float = 0.5
@@ -73,6 +77,8 @@ class RunConfig:
             raise ValueError(f"warmup={self.warmup} must be at least 0 and below 1")
         if self.steps is not None and self.steps < 1:
             raise ValueError(f"steps={self.steps} must be at least 1")
+        if self.minutes is not None and not self.minutes > 0:
+            raise ValueError(f"minutes={self.minutes} must be above 0")
 
     @property
     def folder(self) -> Path:
@@ -146,7 +152,7 @@ def _typed(settings: dict[str, Any]) -> dict[str, Any]:
         value = settings.get(field.name)
         if value is None:
             continue
-        if field.type is float:
+        if field.type in (float, float | None):
             out[field.name] = float(value)
         elif field.type in (int, int | None):
             if isinstance(value, bool) or int(value) != float(value):
