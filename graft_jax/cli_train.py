@@ -1,6 +1,8 @@
 """`graft-jax prepare`, `train`, `fill` and `plot`."""
 
 import argparse
+import dataclasses
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ def add(commands: Any) -> None:
     prepare.add_argument("--answer-tokens", type=int, default=384, metavar="N", help="longest written answer")
     prepare.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.7], metavar="T",
                          help="of written answers, batch by batch")  # fmt: skip
+    prepare.add_argument("--minutes", type=float, metavar="M", help="for writing; then with what there is")
     prepare.add_argument("--dtype", default="bfloat16", help="of the target that writes: bfloat16 or float32")
     prepare.add_argument("--keep-loops", action="store_true", help="keep texts that repeat themselves")
     prepare.add_argument("--on-bad-line", default="refuse", choices=("refuse", "skip"))
@@ -54,6 +57,7 @@ def add(commands: Any) -> None:
     fill.add_argument("--features", metavar="FOLDER", help="cached features of a run on the same data, if there are")
     fill.add_argument("--taps", type=int, nargs="*", help="with --features: the run's taps; EAGLE-3's if none")
     fill.add_argument("--batch-rows", type=int, default=8, metavar="N")
+    fill.add_argument("--rows", type=int, metavar="N", help="use the first N rows of the data, not all")
 
     plot = commands.add_parser("plot", help="plot loss and acceptance of training runs against tokens")
     plot.set_defaults(run=_plot)
@@ -69,6 +73,8 @@ def _prepare(args: argparse.Namespace, console: Console) -> int:
         raise ValueError(f"--length {args.length} must be at least 8 tokens")
     if not 0 <= args.held_out < 1:
         raise ValueError(f"--held-out {args.held_out} must be at least 0 and below 1")
+    if args.minutes is not None and not args.minutes > 0:
+        raise ValueError(f"--minutes {args.minutes} must be above 0")
     if not args.data and not args.self_instruct:
         raise ValueError("give data, or --self-instruct N")
     checkpoint = open_checkpoint(args.model)
@@ -118,6 +124,7 @@ def _written(args: argparse.Namespace, console: Console) -> list[Any]:
     from graft_jax.engine import SpeculativeDecoder
     from graft_jax.training import data, self_write
 
+    until = math.inf if args.minutes is None else time.perf_counter() + 60 * args.minutes
     settings = self_write.Settings(
         batch=args.batch, answer_tokens=args.answer_tokens, temperatures=tuple(args.temperatures), seed=args.seed
     )
@@ -146,7 +153,7 @@ def _written(args: argparse.Namespace, console: Console) -> list[Any]:
                 speed = (tokens - before) / (time.perf_counter() - began)
                 progress.update(task, completed=done, description=f"{tokens} tokens written, {speed:.0f} a second")
 
-            self_write.write_all(path, batches, on_batch)
+            self_write.write_all(path, batches, on_batch, until)
         files.append(path)
     return files
 
@@ -184,6 +191,10 @@ def _fill(args: argparse.Namespace, console: Console) -> int:
     rows = shards.read(args.data, "train")
     if not len(rows):
         raise ValueError(f"data={args.data!r}: holds nothing to fill a table from")
+    if args.rows is not None:
+        if args.rows < 1 or args.features:
+            raise ValueError(f"--rows {args.rows} must be at least 1, and goes without --features")
+        rows = shards.Rows(*(getattr(rows, field.name)[: args.rows] for field in dataclasses.fields(rows)))
     config, params, _ = load_target(args.model, dtype=args.dtype)
     table = SuccessorTable(config.vocab_size, args.order, args.width, args.log2_rows)
     taps = tuple(args.taps or default_taps(config.num_layers)) if args.features else ()

@@ -52,6 +52,23 @@ def test_a_stopped_writer_goes_on_with_the_same_texts(decoder, tmp_path):
     assert (tmp_path / "parts.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes() != b""
 
 
+def test_no_batch_is_begun_that_would_end_too_late(tmp_path, monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(self_write.time, "perf_counter", lambda: now)
+
+    def batches(start):
+        nonlocal now
+        for i in range(start, 50):
+            now += 10.0
+            yield [{"prompt_ids": [1], "response_ids": [i]}]
+
+    done = []
+    self_write.write_all(tmp_path / "a.jsonl", batches, lambda n, tokens: done.append(n), until=135.0)
+    assert done == [1, 2, 3]  # at 130 the fourth would end at 140
+    self_write.write_all(tmp_path / "a.jsonl", batches, lambda n, tokens: done.append(n), until=0.0)
+    assert done == [1, 2, 3, 4] and len((tmp_path / "a.jsonl").read_text().splitlines()) == 4
+
+
 def test_prepare_self_instructs_and_regenerates(tmp_path):
     (tmp_path / "topics.txt").write_text("# a comment\nTell me about\n")
     command = ["prepare", "--length", "96", "--held-out", "0", "--batch", "4", "--answer-tokens", "16", "--keep-loops"]

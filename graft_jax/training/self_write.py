@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import math
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -139,7 +141,10 @@ def _continue(decoder, prompts, new_tokens: int, temperature: float, settings: S
 
 
 def write_all(
-    path: str | Path, batches: Callable[[int], Iterator[list[dict[str, Any]]]], on_batch: Callable[[int, int], None]
+    path: str | Path,
+    batches: Callable[[int], Iterator[list[dict[str, Any]]]],
+    on_batch: Callable[[int, int], None],
+    until: float = math.inf,
 ) -> None:
     """Appends batches to a file of JSON lines; goes on after the last whole batch of an earlier run.
 
@@ -148,6 +153,8 @@ def write_all(
     Args:
         batches: from the number of a batch on.
         on_batch: is called with batches and answer tokens so far.
+        until: no batch is begun that would not end by then (`time.perf_counter`), going by the one before; the first
+            one is in any case.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -157,6 +164,7 @@ def write_all(
         done = json.loads(progress.read_text())
     with open(path, "a+b") as file:
         file.truncate(done["bytes"])
+        clock = time.perf_counter()
         for batch in batches(done["batches"]):
             file.write("".join(json.dumps(item) + "\n" for item in batch).encode())
             file.flush()
@@ -166,3 +174,6 @@ def write_all(
             temporary.write_text(json.dumps(done))
             os.replace(temporary, progress)
             on_batch(done["batches"], tokens)
+            before, clock = clock, time.perf_counter()
+            if clock + (clock - before) > until:
+                return
