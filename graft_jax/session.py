@@ -90,7 +90,23 @@ class Session:
             raise ValueError("stop texts need a tokenizer, and the model has none")
         self.texts = [RowText(tokenizer, stops) for _ in prompts] if tokenizer else []
         self.new_ids: list[list[int]] = [[] for _ in prompts]
-        self.new_text = [""] * batch
+        # Text token by token costs the host as much as a large batch costs a device: it is made when it is asked for,
+        # or where it may end a row.
+        self._stops = bool(stops)
+        self._unread: list[list[int]] = [[] for _ in prompts]
+        self._new_text = [""] * batch
+
+    @property
+    def new_text(self) -> list[str]:
+        """What became certain of the rows' texts."""
+        if any(self._unread):
+            self._read()
+        return self._new_text
+
+    def _read(self) -> None:
+        """Makes text of the tokens of which none was made yet."""
+        self._new_text = [text.push(ids) for text, ids in zip(self.texts, self._unread)] or self._new_text
+        self._unread = [[] for _ in self._unread]
 
     @property
     def running(self) -> bool:
@@ -166,8 +182,10 @@ class Session:
         # The cached length leaves out the root, which is the last committed token.
         self.lengths, self.reasons = np.array(length) + 1, np.array(reasons)
         self.new_ids = [self.tokens[row, a:b].tolist() for row, (a, b) in enumerate(zip(before, self.lengths))]
+        self._unread = [[*old, *new] for old, new in zip(self._unread, self.new_ids)]
+        if self._stops:
+            self._read()
         for row, text in enumerate(self.texts):
-            self.new_text[row] = text.push(self.new_ids[row])
             if text.stopped and self.lengths[row] >= self.prompt_lengths[row] + text.count:
                 excess = self.lengths[row] - self.prompt_lengths[row] - text.count
                 self.new_ids[row] = self.new_ids[row][: len(self.new_ids[row]) - excess]
@@ -178,7 +196,7 @@ class Session:
 
     def flush(self) -> list[str]:
         """The texts that were held back, when nothing more will come."""
-        return [text.flush() for text in self.texts] or [""] * len(self.new_text)
+        return [text.flush() for text in self.texts] or [""] * len(self._new_text)
 
     @contextlib.contextmanager
     def _clock(self, name: str):
@@ -193,7 +211,10 @@ class Session:
         """The rows as they stand."""
         assert self.state is not None
         decoder = self.decoder
-        self.flush()
+        read = any(text.count for text in self.texts)
+        if read:
+            self._read()
+            self.flush()
         statistics = jax.device_get(self.state.statistics)
         results = []
         for row, (start, end) in enumerate(zip(self.prompt_lengths, self.lengths)):
@@ -201,7 +222,10 @@ class Session:
             reason = StopReason(int(self.reasons[row]))
             reason = StopReason.INTERRUPTED if reason == StopReason.RUNNING else reason
             stats = row_stats(statistics, row, new_tokens=len(ids), policy=decoder.policy, seconds=self.seconds)
-            text = self.texts[row].text if self.texts else ""
+            text = ""
+            if self.texts:
+                assert decoder.tokenizer is not None
+                text = self.texts[row].text if read else decoder.tokenizer.decode(ids)
             results.append(
                 Generation(prompt_tokens=int(start), token_ids=ids, text=text, finish_reason=reason.label, stats=stats)
             )
