@@ -24,7 +24,7 @@ from bench_core import finish, header, show
 from graft_jax.bench import products
 from graft_jax.bench.timing import interleaved
 from graft_jax.io.checkpoint import load_target
-from graft_jax.training import feature_cache, loop, shards, step
+from graft_jax.training import feature_cache, loop, shards
 from graft_jax.training.run import RunConfig, read_run
 
 RUNS = Path(__file__).parent.parent / "configs" / "runs"
@@ -65,16 +65,14 @@ class Trainer:
         drafter = run.drafter.config(config, tokenizer)
         self.source = feature_cache.FeatureSource(config, target, drafter.taps, rows, folder, {})
         optimizer, self.state = loop._start(run, drafter, config, target, rows)
-        loss = run.drafter.loss(drafter, config, target, run.seed, 1000)
-        self.step = functools.partial(step.train_step, loss, optimizer)
-        self._advance = jax.jit(self.step, donate_argnums=0)
+        self.advance = functools.partial(loop.stepper(run, drafter, config, optimizer, 1000), target)
         self._rows, self._run, self._done = len(rows), run, 0
 
     def batch(self):
         return self.source.batch(loop.batch_rows(self._rows, self._run.batch_rows, self._run.seed, self._done))
 
     def __call__(self) -> float:
-        self.state, value, norm, _ = self._advance(self.state, self.batch())
+        self.state, value, norm, _ = self.advance(self.state, self.batch())
         self._done += 1
         assert np.isfinite(float(value)) and np.isfinite(float(norm))
         return float(value)
@@ -85,7 +83,7 @@ def measure(run: RunConfig, length: int, steps: int, repeats: int, folder: Path)
         trainer = Trainer(run, length, folder)
         for _ in range(BATCHES):  # makes the features
             trainer()
-        found = products.of(trainer.step, trainer.state, trainer.batch())
+        found = products.of(trainer.advance, trainer.state, trainer.batch())
         bare = products.program(found)
         tokens = run.batch_rows * length
         seconds = interleaved({"step": trainer, "products": bare}, repeats)

@@ -32,7 +32,7 @@ if [ -n "$DRY" ]; then
            --temperatures 0.7 --keep-loops --dtype float32 --minutes 1)
   FILL=(--rows 32 --log2-rows 12 --dtype float32)
   CONFIGS=(configs/runs/toy-eagle3.yaml configs/runs/toy-domino.yaml)
-  SETTINGS+=(minutes=1 steps=20 evaluate_prompts=4)
+  SETTINGS+=(minutes=4 steps=20 evaluate_prompts=4)
 else
   LIMITS=(prepare 290 fill 70 eagle3 190 domino 170 summary 60)
   BATCH=$("$PYTHON" scripts/train_gpu_setup.py batch "$MODEL" 512) || exit 1

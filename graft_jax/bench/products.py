@@ -38,7 +38,7 @@ class Product:
 
 
 def of(function: Callable[..., Any], *args: Any) -> collections.Counter[Product]:
-    """How often a program does each product.
+    """How often a program does each product; sums written as products with a vector are none.
 
     What `jax.checkpoint` makes a second time in the backward pass counts too.
 
@@ -63,7 +63,8 @@ def _collect(jaxpr: Any, times: int, found: collections.Counter[Product]) -> Non
                 (a.shape, b.shape), (str(a.dtype), str(b.dtype)), axes, eqn.params["precision"],
                 str(eqn.outvars[0].aval.dtype),
             )  # fmt: skip
-            found[key] += times
+            if not _is_sum(key):
+                found[key] += times
             continue
         inner: collections.Counter[Product] = collections.Counter()
         for part in _jaxprs(eqn.params):
@@ -71,6 +72,12 @@ def _collect(jaxpr: Any, times: int, found: collections.Counter[Product]) -> Non
         if name in _LOOPS and inner:
             raise ValueError(f"a {name} holds products: how often they run is not known")
         found.update(inner)
+
+
+def _is_sum(product: Product) -> bool:
+    """Whether one argument has nothing but contracted and batch axes."""
+    pairs = zip(product.shapes, *product.axes)
+    return any(len(shape) == len(contracted) + len(batch) for shape, contracted, batch in pairs)
 
 
 def _flat(x: Any) -> bool:

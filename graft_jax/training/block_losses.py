@@ -16,7 +16,7 @@ from graft_jax.models.dflash import DFlashParams, DominoParams
 from graft_jax.models.dflash_config import DFlashConfig, DominoConfig
 from graft_jax.models.layers import input_gradient, is_transposed, linear, matmul, weight_gradient
 from graft_jax.models.transformer import TargetParams
-from graft_jax.sampling import first_argmax
+from graft_jax.training import softmax
 from graft_jax.training.features import positions
 from graft_jax.types import Array, Bool, Float, Int
 
@@ -205,7 +205,7 @@ def _cross_entropy_sum(spec, hidden, low, head, up, labels, by_final, by_base) -
         head: a constant.
 
     Returns:
-        The sum; the final cross-entropy of each row; whether its arg-max is the label.
+        The sum; the final cross-entropy of each row; whether the label is its arg-max (any of them).
     """
     return _scan(spec, hidden, low, head, up, labels, by_final, by_base, gradients=False)[0]
 
@@ -235,22 +235,23 @@ def _scan(spec, hidden, low, head, up, labels, by_final, by_base, gradients: boo
         x, small, label, of_final, of_base = inputs
         base = matmul(x, head, contracting) + padding[None, :]
         final = base if up is None else base + matmul(small, up, 1)
-        hot = (label[:, None] == jnp.arange(V)[None, :]).astype(jnp.float32)
+        hot = label[:, None] == jnp.arange(V)[None, :]
 
-        def entropy(logits):
-            total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+        def entropy(logits, weight):
+            """Cross-entropy, the gradient of its weighted sum by the logits, and whether the label is likeliest."""
+            exponentials, total, top = softmax.parts(logits)
             picked = jnp.take_along_axis(logits, label[:, None], axis=-1)
             # A label without weight may be a token that is masked out.
-            return jnp.where((of_final + of_base)[:, None] > 0, total - picked, 0.0)[:, 0], total
+            ce = jnp.where((of_final + of_base)[:, None] > 0, jnp.log(total) + top - picked, 0.0)[:, 0]
+            by_logits = exponentials * (weight[:, None] / total) - jnp.where(hot, weight[:, None], 0.0)
+            return ce, by_logits, (picked >= top)[:, 0]
 
-        ce, total = entropy(final)
-        ce_base, total_base = (ce, total) if up is None else entropy(base)
+        ce, d_final, right = entropy(final, of_final)
+        ce_base, d_by_base, _ = (ce, jnp.zeros_like(d_final), right) if up is None else entropy(base, of_base)
         value = (of_final * ce + of_base * ce_base).sum()
-        right = first_argmax(final) == label
         if not gradients:
             return by_up, (value, ce, right)
-        d_final = (jnp.exp(final - total) - hot) * of_final[:, None]
-        d_base = d_final + (jnp.exp(base - total_base) - hot) * of_base[:, None]
+        d_base = d_final + d_by_base
         by_x = input_gradient(d_base.astype(head.dtype), head, contracting).astype(x.dtype)
         by_small = None
         if up is not None:

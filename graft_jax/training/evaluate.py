@@ -1,5 +1,6 @@
 """What a drafter is worth while it is trained: held-out loss, and acceptance with the decoding code itself."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,7 +36,12 @@ class Evaluation:
         self._run, self._config = run, config
         rows = shards.read(run.data_folder, "held_out")
         self._source = FeatureSource(target_config, target, config.taps, rows, None, {})
-        self._loss = jax.jit(run.drafter.loss(config, target_config, target, run.seed, 1))
+
+        def loss(target, params, batch, step):
+            return run.drafter.loss(config, target_config, target, run.seed, 1)(params, batch, step)
+
+        # The target is an argument: captured it would be a constant of the program.
+        self._loss = functools.partial(jax.jit(loss), target)
         self._prompts = held_out_prompts(rows, run.evaluate_prompts)
         plain = SpeculativeDecoder(
             target_config, target, tokenizer, method="ar", drafter=Empty(), max_length=2 * rows.tokens.shape[1]

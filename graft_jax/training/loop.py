@@ -177,8 +177,21 @@ def _compiled(
 ) -> tuple[Callable, step.TrainState]:
     """The step as a program, which uses up the state it is given, and the state before the first one."""
     optimizer, state = _start(run, config, target_config, target, rows)
-    loss = run.drafter.loss(config, target_config, target, run.seed, run.num_steps(len(rows)))
-    return jax.jit(functools.partial(step.train_step, loss, optimizer), donate_argnums=0), state
+    total = run.num_steps(len(rows))
+    return functools.partial(stepper(run, config, target_config, optimizer, total), target), state
+
+
+def stepper(run: RunConfig, config: Any, target_config: ModelConfig, optimizer: Any, total: int) -> Any:
+    """`step.train_step` as a program of target, state and batch; uses up the state it is given.
+
+    The target is an argument, for captured it would be a constant of the program: gigabytes of it, for large ones.
+    """
+
+    def advance(target, state, batch):
+        loss = run.drafter.loss(config, target_config, target, run.seed, total)
+        return step.train_step(loss, optimizer, state, batch)
+
+    return jax.jit(advance, donate_argnums=1)
 
 
 def _planned(run: RunConfig) -> RunConfig:

@@ -9,8 +9,7 @@ from graft_jax.models.eagle3 import Eagle3Params, Projected
 from graft_jax.models.eagle3_config import Eagle3Config
 from graft_jax.models.layers import input_gradient, is_transposed, matmul, weight_gradient
 from graft_jax.models.transformer import TargetParams
-from graft_jax.sampling import first_argmax
-from graft_jax.training import attention
+from graft_jax.training import attention, softmax
 from graft_jax.training.features import CHUNK, Features, positions
 from graft_jax.types import Array, Bool, Float, Int
 
@@ -159,19 +158,21 @@ def _scan(outputs, head, teacher, hidden, labels, wanted, scale, gradients: bool
     def chunk(carry, inputs):
         start, x, label, asked = inputs
         taught = jax.lax.dynamic_slice_in_dim(hidden, start + 1, CHUNK + J - 1, axis=0)
-        p = jax.nn.softmax(matmul(taught, teacher, 1), axis=-1)
+        p, total, _ = softmax.parts(matmul(taught, teacher, 1))
+        p = p / total
         p = jnp.stack([p[j : j + CHUNK] for j in range(J)])
         rows = x.reshape(J * CHUNK, M).astype(head.dtype)
         logits = matmul(rows, head, contracting).reshape(J, CHUNK, -1)
         known = asked & (label >= 0)
-        log_sum = jax.nn.logsumexp(logits, axis=-1)
-        entropy = jnp.where(known, log_sum - (p * logits).sum(axis=-1), 0.0)
-        right = ((first_argmax(logits) == label) & asked).sum(axis=1, dtype=jnp.int32)
+        exponentials, total, top = softmax.parts(logits)
+        entropy = jnp.where(known, (jnp.log(total) + top)[..., 0] - (p * logits).sum(axis=-1), 0.0)
+        picked = jnp.take_along_axis(logits, jnp.maximum(label, 0)[..., None], axis=-1)
+        right = ((picked >= top)[..., 0] & known).sum(axis=1, dtype=jnp.int32)
         sums, correct, by_head = carry
         if not gradients:
             return (sums + entropy.sum(axis=1), correct + right, by_head), None
         weight = jnp.where(known, scale[:, None], 0.0)
-        by_logits = (jnp.exp(logits - log_sum[..., None]) - p) * weight[..., None]
+        by_logits = (exponentials / total - p) * weight[..., None]
         by_logits = by_logits.reshape(J * CHUNK, -1).astype(head.dtype)
         by_rows = input_gradient(by_logits, head, contracting).reshape(x.shape).astype(head.dtype)
         by_head += weight_gradient(rows, by_logits, contracting)

@@ -31,7 +31,8 @@ def make_optimizer(
         clip: largest global norm of a gradient.
         decay: weight decay.
     """
-    rate = optax.warmup_cosine_decay_schedule(0.0, peak, max(1, round(warmup * steps)), steps)
+    rising = max(1, round(warmup * steps))
+    rate = optax.warmup_cosine_decay_schedule(0.0, peak, rising, max(steps, rising + 1))
     return optax.chain(optax.clip_by_global_norm(clip), optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=decay))
 
 
