@@ -1,7 +1,7 @@
 """What `train_gpu.sh` needs to know before it starts.
 
-    python scripts/train_gpu_setup.py batch MODEL LENGTH   # conversations that are written at a time, by memory
-    python scripts/train_gpu_setup.py toy FOLDER           # the tests' target with a chat template; prints topics
+python scripts/train_gpu_setup.py batch MODEL LENGTH   # conversations that are written at a time, by memory
+python scripts/train_gpu_setup.py toy FOLDER           # the tests' target with a chat template; prints topics
 """
 
 import json
@@ -11,9 +11,7 @@ from pathlib import Path
 
 TOY = Path(__file__).parent.parent / "tests" / "toy" / "llama"
 # Turns as they are, each with a sentence's end behind it; the toy language knows no roles.
-TOY_TEMPLATE = (
-    "{% for m in messages %}{{ m['content'] }} t35 {% endfor %}{% if add_generation_prompt %}t27 {% endif %}"
-)
+TOY_TEMPLATE = "{% for m in messages %}{{ m['content'] }} t35 {% endfor %}{% if add_generation_prompt %}t27 {% endif %}"
 LARGEST = 2048  # more rows do not fill the device better, and their host work takes as long
 SHARE = 0.4  # of the device's memory for keys and values: rounds hold some copies of logits beside, programs theirs
 

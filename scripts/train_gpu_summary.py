@@ -1,6 +1,6 @@
 """What `train_gpu.sh` made: tokens, rates, sizes, and acceptance with the decoding code on held-out prompts.
 
-    python scripts/train_gpu_summary.py OUT --model smollm2-135m
+python scripts/train_gpu_summary.py OUT --model smollm2-135m
 """
 
 import argparse
@@ -40,7 +40,7 @@ def trained(folder: Path) -> dict | None:
         "planned": json.loads(plan.read_text())["steps"] if plan.is_file() else None,
         "tokens": steps[-1]["tokens"] if steps else 0,
         "tokens_per_second": sorted(entry["tokens_per_second"] for entry in steps)[len(steps) // 2] if steps else None,
-        **{name: value for name, value in (tried[-1] if tried else {}).items() if name not in ("kind", "step", "tokens")},
+        **{name: value for name, value in (tried or [{}])[-1].items() if name not in ("kind", "step", "tokens")},
     }  # fmt: skip
 
 

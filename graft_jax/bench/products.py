@@ -27,7 +27,7 @@ class Product:
 
     @property
     def flops(self) -> int:
-        (left, right), ((contracted, _), (_, batch)) = self.shapes, self.axes
+        (left, right), (_, (_, batch)) = self.shapes, self.axes
         free = [size for axis, size in enumerate(right) if axis not in (*self.axes[0][1], *batch)]
         return 2 * math.prod(left) * math.prod(free)
 

@@ -23,7 +23,6 @@ from graft_jax.training.checkpoints import Checkpoints
 from graft_jax.training.log import RunLog, read_log
 from graft_jax.training.run import RunConfig
 
-
 MEASURED_STEPS = 8  # that tell how many fit into a run's time
 _PLAN = "steps.json"  # in a timed run's folder
 
