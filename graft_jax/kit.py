@@ -89,8 +89,7 @@ def variants(kit: Path, budgets: Sequence[int]) -> list[tuple[str, dict[str, Any
     for name, method in methods.METHODS.items():
         if name == "ar" or (method.heads and not set(method.heads) & set(kinds)):
             continue
-        extras: list[dict[str, Any]] = [{}, {"prune": False}] if name == "graft" else [{}]
-        found += [(name, {"budget": budget, **extra}) for extra in extras for budget in budgets]
+        found += [(name, {"budget": budget}) for budget in budgets]
     return found
 
 

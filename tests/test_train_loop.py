@@ -224,38 +224,45 @@ def test_the_command_line_trains_and_prints(prepared, tmp_path, capsys):
     assert json.loads((tmp_path / "drafter" / "config.json").read_text())["draft_vocab_size"] == 256
 
 
-def test_a_timed_run_plans_its_steps_ends_in_time_and_goes_on(prepared, tmp_path, monkeypatch):
-    monkeypatch.setattr(loop, "MEASURED_STEPS", 3)
-    timed = {"minutes": 10, "steps": 12, "evaluate_prompts": 0, "peak": 4e-3}
-    loop.train(settings(prepared, tmp_path / "timed", **timed), QUIET)  # time enough: the plan is `steps`
-    loop.train(settings(prepared, tmp_path / "fixed", steps=12, evaluate_prompts=0), QUIET)
-    assert weights(tmp_path / "timed") == weights(tmp_path / "fixed")
+TIMED = {"minutes": 10, "steps": 12, "evaluate_prompts": 0, "peak": 4e-3}
 
-    # The clock says that a step takes five seconds: a minute holds few of them.
-    now, real = 0.0, loop.time.perf_counter
-    whole = feature_cache.FeatureSource.batch
+
+def five_second_steps(patch) -> None:
+    """A clock by which nothing takes time but a step's batch: five seconds."""
+    now, whole = 0.0, feature_cache.FeatureSource.batch
 
     def batch(self, indices):
         nonlocal now
         now += 5.0 if self.folder is not None else 0.0
         return whole(self, indices)
 
-    monkeypatch.setattr(feature_cache.FeatureSource, "batch", batch)
-    monkeypatch.setattr(loop.time, "perf_counter", lambda: now)
-    short = settings(prepared, tmp_path / "short", **{**timed, "minutes": 2, "steps": 4000})
-    loop.train(short, QUIET)
-    planned = json.loads((tmp_path / "short" / "steps.json").read_text())
-    assert planned["steps"] == int(0.95 * (120 - 20 - 5) / 5) == 18 and planned["seconds_a_step"] == 5.0
-    assert [entry["step"] for entry in lines(tmp_path / "short") if entry["kind"] == "train"] == list(range(1, 19))
+    patch.setattr(feature_cache.FeatureSource, "batch", batch)
+    patch.setattr(loop.time, "perf_counter", lambda: now)
 
-    now = 0.0
+
+def test_a_timed_run_plans_its_steps(prepared, tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "MEASURED_STEPS", 3)
+    five_second_steps(monkeypatch)
+    loop.train(settings(prepared, tmp_path, **{**TIMED, "minutes": 2, "steps": 4000}), QUIET)
+    planned = json.loads((tmp_path / "steps.json").read_text())
+    assert planned["steps"] == int(0.95 * (120 - 20 - 5) / 5) == 18 and planned["seconds_a_step"] == 5.0
+    assert [entry["step"] for entry in lines(tmp_path) if entry["kind"] == "train"] == list(range(1, 19))
+
+
+@pytest.mark.slow
+def test_a_timed_run_ends_in_time_and_in_the_same_weights(prepared, tmp_path, monkeypatch):
+    loop.train(settings(prepared, tmp_path / "timed", **TIMED), QUIET)  # time enough: the plan is `steps`
+    loop.train(settings(prepared, tmp_path / "fixed", steps=12, evaluate_prompts=0), QUIET)
+    assert weights(tmp_path / "timed") == weights(tmp_path / "fixed")
+
+    late = settings(prepared, tmp_path / "late", **{**TIMED, "minutes": 1})
     (tmp_path / "late").mkdir()
     (tmp_path / "late" / "steps.json").write_text('{"steps": 30}')  # planned too many
-    late = settings(prepared, tmp_path / "late", **{**timed, "minutes": 1})
-    loop.train(late, QUIET)
-    assert lines(tmp_path / "late")[12]["step"] == 13 and len(weights(tmp_path / "late")) > 1000
+    with monkeypatch.context() as patch:
+        five_second_steps(patch)
+        loop.train(late, QUIET)
     assert [entry["step"] for entry in lines(tmp_path / "late") if entry["kind"] == "train"] == list(range(1, 14))
-    monkeypatch.setattr(loop.time, "perf_counter", real)
+    assert len(weights(tmp_path / "late")) > 1000
     loop.train(late, QUIET)
     loop.train(settings(prepared, tmp_path / "whole", steps=30, evaluate_prompts=0), QUIET)
     assert weights(tmp_path / "late") == weights(tmp_path / "whole")
