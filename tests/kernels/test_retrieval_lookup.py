@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels.shared import INTERPRETED, CheckedLoads, jitted
+from kernel_checks import INTERPRETED, CheckedLoads, jitted
 
 from graft_jax.tree import templates
 from graft_jax.tree.templates import Template

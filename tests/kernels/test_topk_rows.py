@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernels.shared import INTERPRETED, jitted
+from kernel_checks import INTERPRETED, jitted
 
 from pallas_kernels import topk_rows
 from pallas_kernels.topk_rows.specs import SPECS

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernels.shared import INTERPRETED, CheckedLoads, jitted
+from kernel_checks import INTERPRETED, CheckedLoads, jitted
 
 from pallas_kernels import topm_score
 from pallas_kernels.topm_score.specs import SPECS, Spec
